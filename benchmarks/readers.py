@@ -185,6 +185,8 @@ class Torchdata(Reader):
 class HuggingFace(Reader):
     """A streamed data set under StatefulDataLoader, shuffled with a buffer and `set_epoch`."""
 
+    buffer = BUFFER
+
     def __init__(self, setup: Setup, states: Sequence[Any] = ()) -> None:
         super().__init__(setup, states)
         from datasets import load_dataset
@@ -194,7 +196,7 @@ class HuggingFace(Reader):
         cache = str(Path(setup.folder) / "cache")
         tars = {"train": setup.tars}
         data = load_dataset("webdataset", data_files=tars, split="train", streaming=True, cache_dir=cache)
-        data = data.shuffle(seed=SEED, buffer_size=BUFFER)
+        data = data.shuffle(seed=SEED, buffer_size=self.buffer)
         self.data = split_dataset_by_node(data, rank=setup.rank, world_size=setup.world)
         self.number = 0
         self.loader = StatefulDataLoader(
@@ -213,6 +215,12 @@ class HuggingFace(Reader):
 
     def state(self) -> Any:
         return {"epoch": self.number, "loader": self.loader.state_dict()}
+
+
+class Unbuffered(HuggingFace):
+    """Without the buffer, whose samples a resume loses, as the documentation says: only shards are shuffled."""
+
+    buffer = 1
 
 
 class Energon(Reader):
@@ -353,8 +361,9 @@ class LitData(Reader):
 READERS: dict[str, tuple[type[Reader], tuple[str, ...]]] = {  # the class, and the packages that it needs
     "mmqk": (Mmqk, ("mmqk",)),
     "webdataset": (Webdataset, ("webdataset",)),
-    "torchdata over webdataset": (Torchdata, ("torchdata", "webdataset")),
-    "datasets and torchdata": (HuggingFace, ("datasets", "torchdata")),
+    "torchdata": (Torchdata, ("torchdata", "webdataset")),
+    "datasets": (HuggingFace, ("datasets", "torchdata")),
+    "datasets, no buffer": (Unbuffered, ("datasets", "torchdata")),
     "energon": (Energon, ("megatron-energon",)),
     "mosaicml-streaming": (Mosaic, ("mosaicml-streaming",)),
     "litdata": (LitData, ("litdata",)),

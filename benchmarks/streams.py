@@ -213,7 +213,7 @@ class Comparison:
             return self._skipped(run(self.task(kind="broken")))
         except Failure as failure:
             self.notes.append(f"broken sample: {last_line(str(failure))}")
-        if self.name not in ("webdataset", "torchdata over webdataset"):
+        if self.name not in ("webdataset", "torchdata"):
             return "error"
         return "error; with an option: " + self._skipped(run(self.task(kind="broken", skip=True)))
 
