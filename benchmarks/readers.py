@@ -75,6 +75,7 @@ class Reader:
     """
 
     of_rank = False
+    loader: Any
 
     def __init__(self, setup: Setup, states: Sequence[Any] = ()) -> None:
         self.setup = setup
@@ -85,11 +86,11 @@ class Reader:
 
     def epoch(self) -> Iterator[Batch]:
         """Return the batches until the end of the epoch."""
-        raise NotImplementedError
+        return iter(self.loader)
 
     def state(self) -> Any:
         """Return the state after the last batch; all ranks call this function."""
-        raise NotImplementedError
+        return self.loader.state_dict()
 
 
 class Mmqk(Reader):
@@ -115,9 +116,6 @@ class Mmqk(Reader):
     def epoch(self) -> Iterator[Batch]:
         yield from islice(self.batches, self.left // (self.setup.batch * self.setup.world))
         self.left = self.setup.samples
-
-    def state(self) -> Any:
-        return self.loader.state_dict()
 
 
 class _Images(Stream):
@@ -150,9 +148,6 @@ class Webdataset(Reader):
         data = data.decode("rgb8", handler=handler).map(_key).batched(setup.batch, collation_fn=list)
         self.loader = wds.WebLoader(data, batch_size=None, num_workers=setup.workers)
 
-    def epoch(self) -> Iterator[Batch]:
-        return iter(self.loader)
-
     def state(self) -> Any:
         return None
 
@@ -175,12 +170,6 @@ class Torchdata(Reader):
         if states:
             self.loader.load_state_dict(states[setup.rank])
 
-    def epoch(self) -> Iterator[Batch]:
-        return iter(self.loader)
-
-    def state(self) -> Any:
-        return self.loader.state_dict()
-
 
 class HuggingFace(Reader):
     """A streamed data set under StatefulDataLoader, shuffled with a buffer and `set_epoch`."""
@@ -199,9 +188,8 @@ class HuggingFace(Reader):
         data = data.shuffle(seed=SEED, buffer_size=self.buffer)
         self.data = split_dataset_by_node(data, rank=setup.rank, world_size=setup.world)
         self.number = 0
-        self.loader = StatefulDataLoader(
-            self.data, batch_size=setup.batch, num_workers=setup.workers, collate_fn=_decoded_keys
-        )
+        sizes = {"batch_size": setup.batch, "num_workers": setup.workers}
+        self.loader = StatefulDataLoader(self.data, collate_fn=_decoded_keys, **sizes)
         if states:
             state = states[setup.rank]
             self.number = state["epoch"]
@@ -326,9 +314,6 @@ class Mosaic(Reader):
         for batch in self.loader:
             yield batch["keys"]
 
-    def state(self) -> Any:
-        return self.loader.state_dict()
-
 
 class LitData(Reader):
     """StreamingDataset and StreamingDataLoader over a copy of ``litdata.optimize``, one chunk for each 40 samples."""
@@ -350,12 +335,6 @@ class LitData(Reader):
         pairs = [pair for tar in sorted((folder / "tars").glob("*.tar")) for pair in _members(tar)]
         of_copy = {"output_dir": str(folder / "chunks"), "chunk_size": 40, "reorder_files": False}
         optimize(_unchanged, pairs, num_workers=1, start_method="fork", **of_copy)
-
-    def epoch(self) -> Iterator[Batch]:
-        return iter(self.loader)
-
-    def state(self) -> Any:
-        return self.loader.state_dict()
 
 
 READERS: dict[str, tuple[type[Reader], tuple[str, ...]]] = {  # the class, and the packages that it needs
