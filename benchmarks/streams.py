@@ -166,7 +166,6 @@ class Comparison:
         one, two = whole.keys(0), whole.keys(1)
         start, end = whole.states(self.first), whole.states(total)
         both = judge(one, keys, None), judge(two, keys, None)
-        self.usual = both[0].losses
         sums = Verdict(sum(v.duplicates for v in both), sum(v.losses for v in both))
         self.cells |= {"two epochs": str(sums), "new order": "no" if one == two else "yes"}
 
@@ -219,10 +218,12 @@ class Comparison:
 
     def _skipped(self, delivery: Delivery) -> str:
         broken = self.broken(self.tars)
-        lost = judge(delivery.keys(), sorted(set(self.tars.keys()) - {broken})).losses - self.usual
+        keys, tar = self.tars.keys(), broken.partition("x")[0] + "x"
+        of_tar = {key for key in keys if key.startswith(tar)}
+        lost = len(of_tar - set(delivery.keys()))
         named = re.search(rf"\b{broken}\b", delivery.output)
         how = "named" if named else "a warning without its name" if "rror" in delivery.output else "silent"
-        return f"skipped, {how}" + (f", {lost} others lost" if lost > 0 else "")
+        return f"skipped, {how}" + (", with most of its tar" if 2 * lost > len(of_tar) else "")
 
     @staticmethod
     def broken(tars: Tars) -> str:
