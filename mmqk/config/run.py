@@ -237,7 +237,6 @@ def _read(argv: list[str], base: Mapping[str, Any] | None = None) -> tuple[list[
 
 
 def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None) -> RunConfig:
-    sections = {name: getattr(given, name) for name in SECTIONS}
     data, trainer = given.data, given.trainer
     try:
         vocab_sizes = layout(data).vocab_sizes
@@ -246,7 +245,8 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
                 f"model.vocab_sizes is {given.model.vocab_sizes}, but the vocabulary of the data has {vocab_sizes}:"
                 " leave model.vocab_sizes out, or set --data.tokenizers."
             )
-        model = sections["model"] = replace(given.model, vocab_sizes=vocab_sizes)
+        model = replace(given.model, vocab_sizes=vocab_sizes)
+        given = replace(given, model=model)
         checks.check_trained(given.loss, data, model)
         checks.check_batches(given.monitor, data, trainer.accumulate_grad_batches, trainer.processes, trainer.precision)
         if fork is not None:
@@ -269,17 +269,14 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
             checks.check_sharded(model, given.optim, given.loss, given.monitor)
         checks.check_steps(trainer.max_steps, given.checkpoint.at, 0 if fork is None else fork.parent.step)
         checks.check_loggers([*given.logging])
-        identity = identity_of(
-            sections, trainer, backend=given.backend, compile=given.compile, seed=given.seed, fork=fork
-        )
+        identity = _identity_of(given, fork)
     except ValueError as error:
         raise UserError(str(error)) from error
     check_local(given.out or "", "out", "name a local folder")
     name = _name_of(configs, data) if fork is None or configs else "fork"
-    others = ("backend", "compile", "activation_checkpointing", "seed", "threads", "quiet")
+    kept = (*SECTIONS, "backend", "compile", "activation_checkpointing", "seed", "threads", "quiet")
     return RunConfig(
-        **sections,
-        **{other: getattr(given, other) for other in others},
+        **{name: getattr(given, name) for name in kept},
         logging=list(dict.fromkeys(given.logging)),
         trainer=asdict(trainer),
         out=Path(given.out) if given.out else Path("runs") / name / identity_hash(identity),
@@ -315,39 +312,32 @@ def _exists(folder: str, name: str) -> bool:
     return os.path.exists(beside) or any(glob.iglob(os.path.join(glob.escape(folder), name), recursive=True))
 
 
-def identity_of(
-    sections: dict[str, Any],
-    trainer: TrainerConfig,
-    *,
-    backend: str,
-    compile: bool,
-    seed: int,
-    fork: ForkConfig | None = None,
-) -> dict[str, Any]:
+def _identity_of(given: Given, fork: ForkConfig | None) -> dict[str, Any]:
     """Return the fields that identify a run, as plain data.
 
     Raises:
         UserError: a source of the data is missing or damaged. ValueError: a patch does not exist.
     """
-    identity: dict[str, Any] = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor", "alarm")}
+    sections = ("model", "loss", "optim", "monitor", "alarm")
+    identity: dict[str, Any] = {name: asdict(getattr(given, name)) for name in sections}
     for section, names in NEWER.items():
         for f in fields(SECTIONS[section]):
             if f.name in names and identity[section][f.name] == f.default:
                 del identity[section][f.name]
-    if sections["model"].patch:
-        identity["model"]["patch_source"] = allow_patch(sections["model"].patch)
-    if sections["optim"].schedule_steps in (None, trainer.max_steps):  # null means max_steps
+    if given.model.patch:
+        identity["model"]["patch_source"] = allow_patch(given.model.patch)
+    if given.optim.schedule_steps in (None, given.trainer.max_steps):  # null means max_steps
         del identity["optim"]["schedule_steps"]
-    if sections["loss"].chunk_size is None:
+    if given.loss.chunk_size is None:
         del identity["loss"]["chunk_size"]
-    if compile:  # fused operations round differently
+    if given.compile:  # fused operations round differently
         identity["compile"] = True
-    if not sections["alarm"].acts:  # alarms that only report do not change the run
+    if not given.alarm.acts:  # alarms that only report do not change the run
         del identity["alarm"]
-    identity["data"] = data_identity(sections["data"])
-    identity |= {"backend": backend, "seed": seed}
-    identity["trainer"] = {name: getattr(trainer, name) for name in IN_IDENTITY}
-    if trainer.deterministic:  # deterministic kernels sum in another order
+    identity["data"] = data_identity(given.data)
+    identity |= {"backend": given.backend, "seed": given.seed}
+    identity["trainer"] = {name: getattr(given.trainer, name) for name in IN_IDENTITY}
+    if given.trainer.deterministic:  # deterministic kernels sum in another order
         identity["trainer"]["deterministic"] = True
     if fork is not None:
         identity["fork"] = fork.identity

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -43,36 +44,31 @@ def end_of(series: Series, worst: float) -> float:
     return float(np.median(np.where(np.isfinite(values), values, worst))) if np.isfinite(values[-1]) else worst
 
 
-def logit_series(run: Run, modality: str | None = None) -> Series:
-    """Return the largest absolute attention logit over layers, heads and modality pairs, at each probe."""
-    return run.combined("attn_logit_absmax", np.max, modality)
-
-
-def entropy_series(run: Run, modality: str | None = None) -> Series:
-    """Return the lowest attention entropy over layers and modalities at each probe, in nats."""
-    return run.combined("attn_entropy", np.min, modality)
-
-
-def norm_series(statistic: str) -> BySeries:
-    """Return a function that computes the mean of a norm at each probe: first over the tokens of each layer and
-    modality, then over layers and modalities with equal weight."""
+def combined(statistic: str, reduce: Callable[..., Any] = np.mean) -> BySeries:
+    """Return a function that reduces a statistic over layers, modalities and heads, with equal weight, at each
+    probe."""
 
     def series(run: Run, modality: str | None = None) -> Series:
-        return run.combined(statistic, np.mean, modality)
+        return run.combined(statistic, reduce, modality)
 
     return series
+
+
+def root_mean_square(table: np.ma.MaskedArray, axis: int) -> np.ndarray:
+    # Do not use ** here, because it would mask infinite values.
+    return np.sqrt(np.asarray((table * table).mean(axis=axis)))
 
 
 def norm_product_series(run: Run, modality: str | None = None) -> Series:
     """Return the product of the query norm and the key norm at each probe. Each norm is a mean over tokens, then a
     geometric mean over layers and modalities."""
-    (steps, q), (_, k) = (run.combined(name, _geometric_mean, modality) for name in ("q_norm", "k_norm"))
+
+    def geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
+        logs = np.ma.array(np.log(table.filled(1.0)), mask=np.ma.getmaskarray(table))
+        return np.ma.array(np.exp(logs.mean(axis=axis)))
+
+    (steps, q), (_, k) = (run.combined(name, geometric_mean, modality) for name in ("q_norm", "k_norm"))
     return steps, q * k
-
-
-def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
-    logs = np.ma.array(np.log(table.filled(1.0)), mask=np.ma.getmaskarray(table))
-    return np.ma.array(np.exp(logs.mean(axis=axis)))
 
 
 def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
@@ -96,16 +92,6 @@ def deviation_series(variance: str) -> BySeries:
         return steps, np.sqrt(np.maximum(values, 0.0))
 
     return series
-
-
-def logit_mean_series(run: Run, modality: str | None = None) -> Series:
-    """Return the mean logit of a row of the attention matrix at each probe, as the root mean square over layers."""
-    return run.combined("attn_logit_mean", _root_mean_square, modality)
-
-
-def _root_mean_square(table: np.ma.MaskedArray, axis: int) -> np.ndarray:
-    # Do not use ** here, because it would mask infinite values.
-    return np.sqrt(np.asarray((table * table).mean(axis=axis)))
 
 
 def mass_other_series(run: Run, modality: str | None = None) -> Series:
@@ -150,8 +136,8 @@ def norm_slope(
 
     Args:
         run: the run.
-        statistic: a norm such as ``q_norm``, which is averaged as in `norm_series`, or ``attn_logit_absmax``, for the
-            maximum over layers and heads.
+        statistic: a norm such as ``q_norm``, which is averaged over layers and modalities, or ``attn_logit_absmax``,
+            for the maximum over layers and heads.
         modality: modality of the tokens; None for all modalities, with equal weight.
         start: start of the window as a share of the configured run length; the window never includes warm-up steps.
         end: end of the window as a share of the configured run length.
@@ -160,8 +146,7 @@ def norm_slope(
         The slope; 0.69 means that the norm doubles every 1,000 steps. Infinite if a value in the window is not
         finite, NaN if the window has fewer than three probes or a value that is not positive.
     """
-    series = logit_series if statistic == "attn_logit_absmax" else norm_series(statistic)
-    steps, values = series(run, modality)
+    steps, values = run.combined(statistic, np.max if statistic == "attn_logit_absmax" else np.mean, modality)
     length = run.planned_steps
     inside = (steps >= max(start * length, run.warmup_steps)) & (steps <= end * length)
     steps, values = steps[inside], values[inside]

@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from mmqk.lab.runner.child import Child
+from mmqk.lab.runner.local import Child
 
 RETRIES = 10
 

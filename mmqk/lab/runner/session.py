@@ -20,7 +20,7 @@ from mmqk.lab.runner.pool import Task, TaskOutcome, standing
 from mmqk.store import UserError, find_file, new_folder, read_run, read_status, write_json
 from mmqk.store.files import writing
 from mmqk.store.folder import ABLATION_NAME, read_ablation
-from mmqk.store.formatting import clock, plural, text_table
+from mmqk.store.formatting import clock, text_table
 from mmqk.store.pack import unpacked
 
 LOCK_NAME = "ablation.lock"
@@ -229,7 +229,7 @@ def outcome_table(outcomes: Mapping[Task, TaskOutcome]) -> str:
 
 
 def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
-    """Return a sentence with the estimated time to train the unfinished runs, if ``jobs`` runs train at the same
+    """Return a line with the estimated time to train the unfinished runs, if ``jobs`` runs train at the same
     time.
 
     The time per step is the median over the finished runs of the arm. If the arm has no finished run, it is the
@@ -245,15 +245,12 @@ def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
     if not left:
         return "nothing to train"
     if not paces:
-        return f"time to train {plural(len(left), 'run')}: unknown, because no run of this grid has finished"
-    seconds, borrowed = 0.0, 0
+        return f"runs to train: {len(left)}; time unknown, because no run of this grid has finished"
+    seconds = 0.0
     for task in left:
         of_arm = [pace for other, pace in paces if other.arm == task.arm]
         of_family = of_arm or [pace for other, pace in paces if other.family == task.family]
         of_step = median(of_family or [pace for _, pace in paces])
         seconds += of_step * max(0, task.max_steps - max(outcomes[task].step, task.first))
-        borrowed += not of_family
-    from_others = f" ({plural(borrowed, 'run')} estimated from the speed of other arms)" if borrowed else ""
-    at_once = f", {jobs} at a time" if jobs > 1 else ""
     about = clock(seconds / min(jobs, len(left)))
-    return f"time to train {plural(len(left), 'run')}{at_once}: about {about} (minutes:seconds){from_others}"
+    return f"runs to train: {len(left)}, {jobs} at a time; about {about} (minutes:seconds)"

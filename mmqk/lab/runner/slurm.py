@@ -16,7 +16,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from mmqk.lab.runner.child import Child
+from mmqk.lab.runner.local import Child
 
 TIME_LIMITS = 1000  # how often a job may reach its time limit
 MINUTES = 240
