@@ -42,7 +42,6 @@ COMMANDS = {
         "--train 'ids/*.npy' --vocab-sizes text=65536,image=8192 --out tokens/mine",
         "convert token ids of other tokenizers",
     ),
-    "data shards": ("mmqk.data.shards.manifest:main", "FOLDER", "write the manifest of your shards"),
     "data tokenizers": ("mmqk.data.tokenizers.train:main", "", "train the text and the image tokenizer"),
     "interop": (
         "mmqk.interop.folders:main",

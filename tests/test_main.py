@@ -20,7 +20,6 @@ REQUIRED = {
     "watch": ["runs"],
     "bench": ["runs"],
     "preflight": ["module:function"],
-    "data shards": ["folder"],
     "data ids": ["--train=a", "--vocab-sizes=text=9", "--out=b"],
     "data tokenize": ["--shards=a", "--out=b"],
 }

@@ -245,8 +245,7 @@ def _flags(args: argparse.Namespace) -> str:
 
 def _training(args: argparse.Namespace, c: ImageTokenizerConfig, text_size: int) -> str:
     """Return the command that trains tokenizers of this shape on this data."""
-    width = None if c.decoder_width == 20 * c.stride else c.decoder_width
-    shape = {"codes": c.codes, "image_size": c.image_size, "grid": c.grid, "decoder_width": width}
+    shape = {"codes": c.codes, "image_size": c.image_size, "grid": c.grid}
     flags = _differing(train.parser(), vars(args) | shape | {"text_size": text_size, "out": args.tokenizers})
     others = "; add the --steps, --batch-size and --seed with which these tokenizers were trained" if flags else ""
     return f"`{TRAIN_COMMAND} {shlex.join([*flags, '--overwrite'])}`{others}"

@@ -1,7 +1,5 @@
-"""The splits of shards: a manifest lists the files of each split, and a share is held out of any other samples.
-
-``mmqk data shards FOLDER`` writes the manifest of your own shards (``train-*.tar``, ``val-*.tar``).
-"""
+"""The splits of shards: a manifest lists the files of each split of the shipped shards, and a share is held out of any
+other samples."""
 
 from __future__ import annotations
 
@@ -18,18 +16,8 @@ from PIL import Image
 
 from mmqk.data.shards.archives import index_tar, read_lines
 from mmqk.data.shards.images import Dropped, load_image, open_image
-from mmqk.data.shards.samples import ReasonCounts, count_unread, document_of, json_of, pair_of, printable, text_of
-from mmqk.store import (
-    DamagedFile,
-    OneSentenceParser,
-    UserError,
-    check_regular,
-    hash_fraction,
-    identity_hash,
-    read_json,
-    write_json,
-)
-from mmqk.store.files import writing
+from mmqk.data.shards.samples import document_of, json_of, pair_of, printable, text_of
+from mmqk.store import DamagedFile, UserError, check_regular, hash_fraction, identity_hash, read_json, write_json
 
 MANIFEST = "manifest.json"
 RESTORE = "restore it with git, or rebuild with python -m data.build"
@@ -77,7 +65,7 @@ def load_manifest(folder: Path | str) -> Manifest:
     path = Path(folder) / MANIFEST
     record = read_json(path, advice=RESTORE)
     if record is None:
-        raise UserError(f"{path} is missing: {RESTORE}; for your own shards run mmqk data shards {folder}")
+        raise UserError(f"{path} is missing: {RESTORE}; your own shards become a token folder with mmqk data tokenize")
     try:
         splits = {
             split: tuple(Shard(s["file"], int(s["samples"]), s["sha256"]) for s in shards)
@@ -154,31 +142,20 @@ def read_pairs(folder: Path | str, split: str) -> Iterator[Pair]:
         index = index_tar(path)
         if len(index) != shard.samples:
             raise UserError(f"shard {path} has {len(index)} samples, but the manifest lists {shard.samples}: {RESTORE}")
-        yield from (checked_pair(path, key, sample) for key, sample in index)
-
-
-def checked_pair(shard: Path, key: str, sample: Mapping[str, bytes]) -> Pair:
-    """Return a sample of a shard as a pair.
-
-    Raises:
-        UserError: the sample lacks a readable image or caption, or its image is not 64x64.
-    """
-    where = f"sample {printable(key)} of shard {shard}"
-    try:
-        content, caption = pair_of(sample)
-        image = load_image(content, IMAGE_SIZE)
-        meta = json_of(sample)
-    except Dropped as dropped:
-        raise UserError(
-            f"{where} cannot be used ({dropped.reason}): repair or remove the sample, then write the shard and its"
-            " manifest again"
-        ) from None
-    # Check the size of the file's image, because load_image scales an image of another size.
-    with open_image(content) as original:
-        width, height = original.size
-    if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):
-        raise UserError(f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it")
-    return Pair(key, image, caption, meta)
+        for key, sample in index:
+            where = f"sample {printable(key)} of shard {path}"
+            try:
+                content, caption = pair_of(sample)
+                image = load_image(content, IMAGE_SIZE)
+                meta = json_of(sample)
+            except Dropped as dropped:
+                raise UserError(f"{where} cannot be used ({dropped.reason}): {RESTORE}") from None
+            # Check the size of the file's image, because load_image scales an image of another size.
+            with open_image(content) as original:
+                width, height = original.size
+            if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):
+                raise UserError(f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it")
+            yield Pair(key, image, caption, meta)
 
 
 def read_text(folder: Path | str, split: str) -> Iterator[str]:
@@ -240,35 +217,3 @@ def fractions_of(
 def small_set_sentence(share: float) -> str:
     """Return the sentence to print if `default_share` gave more than `SHARE`."""
     return f"the set is small: a share of {share:.2g} is held out for validation instead of {SHARE:g}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Write the manifest of a folder of WebDataset shards."""
-    parser = OneSentenceParser(
-        prog="mmqk data shards",
-        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar.\n"
-        "A sample is a 64x64 image (webp, png or jpg) and a caption (json with\n'caption', or txt).",
-    )
-    parser.add_argument("folder", type=Path, help="the folder with the shards")
-    folder: Path = parser.parse_args(argv).folder
-    unread, files = ReasonCounts(), 0
-    splits: dict[str, tuple[Shard, ...]] = {}
-    for path in sorted(folder.glob("*-*.tar")):
-        check_regular(path)
-        index = index_tar(path)
-        split = path.name.rsplit("-", 1)[0]
-        splits[split] = (*splits.get(split, ()), Shard(path.name, len(index), sha256_file(path)))
-        for key, sample in index:
-            checked_pair(path, key, sample)
-            count_unread(index.unread, "pair", key, sample)
-        unread.take(index.unread, f"{path.name}: ")
-        files += index.files
-    if not splits:
-        raise UserError(f"{folder} has no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
-    manifest = Manifest(splits, {})
-    with writing(folder, "make it writable"):
-        write_manifest(folder, manifest)
-    print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
-    for line in unread.unread_lines(files):
-        print(line)
-    return 0

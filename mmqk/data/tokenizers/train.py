@@ -58,8 +58,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--image-size", type=int, default=64, help="side of an image in pixels (64)")
     grid = "side of an image's grid of codes: the image size divided by 4, 8, 16 or 32 (8)"
     p.add_argument("--grid", type=int, default=8, help=grid)
-    width = "channels of the decoder at the size of the grid (20 * image size / grid)"
-    p.add_argument("--decoder-width", type=int, help=width)
     p.add_argument("--steps", type=int, default=1200, help="optimizer steps of the image tokenizer (1200)")
     p.add_argument("--batch-size", type=int, default=32, help="images per step (32)")
     p.add_argument("--seed", type=int, default=0, help="seed of the image tokenizer's weights and batches (0)")
@@ -190,7 +188,7 @@ def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
     try:
         config = ImageTokenizerConfig(image_size=args.image_size, grid=args.grid, codes=args.codes)
         # This gives 40 channels before the last layer for every stride; a width of 160 would give 10 for stride 32.
-        return replace(config, decoder_width=args.decoder_width or 20 * config.stride)
+        return replace(config, decoder_width=20 * config.stride)
     except ValueError as error:
         raise UserError(f"The image tokenizer cannot have this shape: {str(error).rstrip('.')}.") from error
 

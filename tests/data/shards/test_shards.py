@@ -24,9 +24,7 @@ from mmqk.data.shards.manifest import (
     read_text,
     write_manifest,
 )
-from mmqk.data.shards.manifest import main as write_manifest_main
 from mmqk.store import UserError
-from tests.data.tars import write_tar
 
 
 def webp(color: tuple[int, ...], size: tuple[int, int] = (64, 64)) -> bytes:
@@ -92,20 +90,6 @@ def test_manifest_hash_follows_the_samples_only(folder: Path) -> None:
 def test_shard_that_differs_from_its_manifest(folder: Path) -> None:
     write_shard(folder / "train-00000.tar", samples(3)[::-1])
     assert "train-00000.tar differs from its manifest" in refusal(folder)
-
-
-def test_own_shards_get_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    png = io.BytesIO()
-    Image.new("L", (64, 64), 7).save(png, "PNG")
-    write_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", "größer".encode())])
-    write_shard(tmp_path / "val-0.tar", samples(2))
-    assert write_manifest_main([str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "train 1, val 2" in printed and "not read" not in printed
-    (pair,) = read_pairs(tmp_path, "train")
-    assert pair.caption == "größer" and pair.image.getpixel((0, 0)) == (7, 7, 7) and pair.meta == {}
-    with pytest.raises(UserError, match="has no shards"):
-        write_manifest_main([str(tmp_path / "nowhere")])
 
 
 @pytest.fixture
