@@ -15,7 +15,6 @@ from mmqk.data.shards.archives import index_tar
 from mmqk.data.shards.manifest import load_manifest
 from mmqk.data.tokens.folder import is_token_folder, read_header, read_keys
 from mmqk.store import UserError, read_json, read_run
-from mmqk.store.checkpoints import checkpoints_in
 from mmqk.store.formatting import relative
 
 if TYPE_CHECKING:
@@ -42,10 +41,10 @@ class Position:
 
     @classmethod
     def of(cls, folder: Path) -> Position:
-        """Return the position of a run. A fork has it in fork.json, or in its own checkpoints if it is older.
+        """Return the position of a run; a fork has it in fork.json.
 
         Raises:
-            UserError: the folder is no run, or a fork without both.
+            UserError: the folder is no run, or a fork without this file.
         """
         details = (read_run(folder) or {}).get("details") or {}
         if "config" not in details:
@@ -55,12 +54,7 @@ class Position:
             return cls(size)
         data = (read_json(folder / "fork.json") or {}).get("data")
         if data is None:
-            from mmqk.checkpoint import load_checkpoint  # imports torch
-
-            own = checkpoints_in(folder / "checkpoints")
-            if not own:
-                raise UserError(f"{folder} is a fork without fork.json and checkpoints: its position is unknown.")
-            data = load_checkpoint(own[-1])["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
+            raise UserError(f"{folder} is a fork without its position in fork.json: name another run.")
         return cls(size, data["ahead"], tuple(data.get("skip", ())), fork["step"] + 1, fork["given"])
 
     def numbers(self, step: int) -> list[int]:

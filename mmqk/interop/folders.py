@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mmqk.checkpoint import PREFIX, load_checkpoint, model_of, newest_checkpoint, save_checkpoint
 from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import (
@@ -111,14 +112,15 @@ def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
 
 def _changed(source: Path, out: Path, vocab_sizes: str | None, words: list[str], file: Path | None) -> None:
     """Write a model with another architecture, as a Hugging Face folder if a class can hold it."""
-    from .surgery import batch_for, describe, fields_of, operate, read_run_model
+    from .surgery import batch_for, describe, fields_of, operate
 
     fields = fields_of(words)
     if (source / "config.json").exists():
         model = adopt(read_huggingface(source), None if vocab_sizes is None else parse_vocab_sizes(vocab_sizes))
+        dtype = model.embed.weight.dtype
     else:
-        model = read_run_model(source)
-    dtype = model.embed.weight.dtype
+        saved = load_checkpoint(newest_checkpoint(source), "give another --from")
+        model, dtype = model_of(saved), saved["state_dict"][f"{PREFIX}embed.weight"].dtype
     batch, origin = batch_for(model.config, source, file)
     new, _, change = operate(model.float(), fields, batch)
     print(describe(change, batch, origin))
@@ -134,8 +136,6 @@ def _changed(source: Path, out: Path, vocab_sizes: str | None, words: list[str],
 
 
 def _to_huggingface(source: Path, out: Path) -> None:
-    from mmqk.checkpoint import newest_checkpoint
-
     newest = newest_checkpoint(source)
     config, weights = read_model(newest)
     model, architecture = build(config, weights), architecture_of(config)
@@ -233,8 +233,6 @@ def read_model(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     Raises:
         UserError: the file is damaged or not a checkpoint, or no Hugging Face layout fits the model.
     """
-    from mmqk.checkpoint import PREFIX, load_checkpoint
-
     content = load_checkpoint(checkpoint, "give another --from")
     config = ModelConfig.from_dict(content["mmqk_model"])
     architecture_of(config)
@@ -247,8 +245,6 @@ def write_run(model: EarlyFusionTransformer, out: Path) -> None:
     Raises:
         UserError: `out` is not empty or cannot be written.
     """
-    from mmqk.checkpoint import PREFIX, save_checkpoint
-
     weights = {PREFIX + name: tensor for name, tensor in model.state_dict().items()}
     with _publishing(out) as folder:
         save_checkpoint({"mmqk_model": asdict(model.config), "state_dict": weights}, folder / CHECKPOINT)

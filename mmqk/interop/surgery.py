@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmqk.checkpoint import PREFIX, load_checkpoint, newest_checkpoint
 from mmqk.config.fork import check_forkable
 from mmqk.config.parse import yaml_value
 from mmqk.data.batch import TokenBatch
@@ -44,18 +43,6 @@ def fields_of(words: list[str]) -> dict[str, Any]:
             raise UserError(f"--set {word} is not of the form model.FIELD=VALUE, such as model.qk_norm.kind=rms.")
         fields[name.removeprefix("model.")] = yaml_value(name, value)
     return fields
-
-
-def read_run_model(source: Path) -> EarlyFusionTransformer:
-    """Return the model of a run's newest checkpoint, in the dtype of its weights."""
-    saved = load_checkpoint(newest_checkpoint(source), "give another --from")
-    config = ModelConfig.from_dict(saved["mmqk_model"])
-    with torch.device("meta"):
-        model = EarlyFusionTransformer(config, "math")
-    model.load_state_dict({n.removeprefix(PREFIX): w for n, w in saved["state_dict"].items()}, assign=True)
-    if config.tie_embeddings:
-        model.head.weight = model.embed.weight
-    return model.eval()
 
 
 def batch_for(config: ModelConfig, source: Path, file: Path | None) -> tuple[TokenBatch, str]:

@@ -71,9 +71,6 @@ def test_it_shows_the_batches_of_a_run_and_of_its_forks(tiny_args, tmp_path, mon
     assert numbers == [42, 43] and said(tmp_path / "fork", "--step=12")["sequences"][1]["sequence"] == 46
     with pytest.raises(UserError, match="begins with step 9 and has no step 8: it is a fork"):
         said(tmp_path / "fork", "--step=8")
-    # A fork of an older version has its position in its checkpoints only.
-    (tmp_path / "fork/fork.json").unlink()
-    assert Position.of(tmp_path / "fork").numbers(11) == [42, 43]
 
 
 def test_a_run_that_was_resumed_twice(whole, tmp_path, monkeypatch):
