@@ -199,7 +199,7 @@ def _attach(
     """Give Lightning's Trainer the callbacks and loggers of the run."""
     from mmqk.monitors.own.callback import RunMonitor
     from mmqk.training.checkpoint import Checkpoints, Lifecycle
-    from mmqk.training.loggers import RunLogger
+    from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.loop import FLUSH_EVERY, Alarms, ProgressLine, StepLog, Validation
 
     steps, at_start = run.trainer["max_steps"], {}
@@ -226,15 +226,10 @@ def _attach(
     if not run.quiet:
         trainer.callbacks.append(ProgressLine(step_log))
     # `RunLogger` must come before `Integration`.
-    trainer.loggers = [RunLogger(run.out / METRICS_NAME), alarms.collected, *_tensorboard(run, resumed_at)]
-
-
-def _tensorboard(run: RunConfig, resumed_at: int | None) -> list[Any]:
-    from mmqk.training.loggers import StoryLogger
-
-    if "tensorboard" not in run.logging:
-        return []
-    return [StoryLogger(run.out, run.model.modalities, run.monitor.tensorboard_layers, resumed_at)]
+    trainer.loggers = [RunLogger(run.out / METRICS_NAME), alarms.collected]
+    if "tensorboard" in run.logging:
+        board = StoryLogger(run.out, run.model.modalities, run.monitor.tensorboard_layers, resumed_at)
+        trainer.loggers = [*trainer.loggers, board]
 
 
 def _ended(run: RunConfig, folder: RunFolder) -> int:
