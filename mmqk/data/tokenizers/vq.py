@@ -61,15 +61,6 @@ class VQTrainingConfig:
     def __post_init__(self) -> None:
         check_fields(self, "")
 
-    def dead_count(self, config: ImageTokenizerConfig) -> float:
-        """Return the moving count (vectors per step) below which a code is replaced.
-
-        With `dead_below` alone, every code of a large codebook could be replaced at every step: if 8,192 codes are
-        used equally often in batches of 8,192 vectors, each has a count of 1.
-        """
-        vectors = self.batch_size * config.grid**2  # in a batch, from which k-means starts the codebook
-        return min(self.dead_below, self.dead_share * vectors / config.codes)
-
 
 def psnr(images_BCHW: Tensor, reconstructions_BCHW: Tensor) -> Tensor:
     """Return the peak signal-to-noise ratio of each image in dB, shape (B,). Pixels are in [0, 1]."""
@@ -101,12 +92,16 @@ def quantizer_class() -> type[nn.Module]:
 
 def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -> nn.Module:
     """Return the quantizer for training an image tokenizer; raises the errors of `quantizer_class`."""
+    vectors = training.batch_size * config.grid**2  # in a batch, from which k-means starts the codebook
+    # With `dead_below` alone, every code of a large codebook could be replaced at every step: if 8,192 codes are used
+    # equally often in batches of 8,192 vectors, each has a count of 1.
+    dead_count = min(training.dead_below, training.dead_share * vectors / config.codes)
     return quantizer_class()(
         dim=config.code_dim,
         codebook_size=config.codes,
         decay=training.decay,
         kmeans_init=True,
-        threshold_ema_dead_code=training.dead_count(config),
+        threshold_ema_dead_code=dead_count,
         commitment_weight=training.commitment,
         rotation_trick=False,
         accept_image_fmap=True,
