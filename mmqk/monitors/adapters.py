@@ -60,13 +60,9 @@ class Adapter:
     sites: tuple[Site, ...]
     layers: frozenset[str] | None = None
 
-    @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], Site]]:
-        return [(re.compile(site.module), site) for site in self.sites]
-
     def at(self, path: str) -> list[Site]:
         """Return the sites at the module with this path."""
-        found = [site for pattern, site in self._patterns if pattern.fullmatch(path)]
+        found = [site for site in self.sites if re.fullmatch(site.module, path)]
         if not found or self.layers is None:
             return found
         inside, beside = self.layer_at(path) is not None, path.rpartition(".")[0] in self._parents
