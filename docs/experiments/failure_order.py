@@ -32,7 +32,7 @@ STEPPED = {"grad_norm": np.max, "loss": np.mean}
 LINEAR = ("out_log_z", "loss")
 FEWEST_HEALTHY = 3
 FEWEST_OUTSIDE = 4
-LATE = ("late_failure", "time_of_failure", "time_of_divergence")
+LATE = ("late_failure", "time_of_failure")
 
 
 def reduced(run, statistic, modality, layer=None):

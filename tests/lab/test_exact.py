@@ -179,7 +179,7 @@ def test_the_log_rank_test_compares_observed_with_expected_failures():
     assert np.isnan(log_rank([5.0], [False], [5.0], [False]))
 
 
-CLAIM = BASIC | {"metric": "time_of_divergence", "direction": "less", "min_effect": 0.1}
+CLAIM = BASIC | {"metric": "time_of_failure", "direction": "less", "min_effect": 0.1}
 
 
 def test_a_claim_about_a_time_of_failure_has_the_test_and_the_curves(tmp_path):

@@ -197,7 +197,6 @@ METRICS = {
         "early growth rate of the largest attention logit", "attn_logit_absmax", 0.0, EARLY_SHARE
     ),
     "diverged": _of_failures("divergence", "", outcomes.diverged, "high"),
-    "time_of_divergence": _of_failures("time to divergence", "of the run", outcomes.time_of_divergence, "low"),
     "late_failure": _of_failures("late failure", "", outcomes.late_failure, "high"),
     "late_rise": _of_failures("late rise of the loss", "", outcomes.late_rise, "high"),
     "time_of_failure": _of_failures("time to failure", "of the run", outcomes.time_of_failure, "low"),
@@ -215,7 +214,7 @@ FAMILY_METRICS = {
     ),
 }  # fmt: skip
 # Metrics of a whole run.
-WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "time_of_failure")
+WITHOUT_MODALITY = ("diverged", "late_failure", "time_of_failure")
 
 
 @cache

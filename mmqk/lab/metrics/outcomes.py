@@ -162,25 +162,12 @@ def diverged(run: Run, modality: str | None = None) -> float:
     return 0.0 if run.status.status == "completed" else math.nan
 
 
-def time_of_divergence(run: Run, modality: str | None = None) -> float:
-    """Return `divergence_step` as a share of the configured run length; 1 for a run that completed without
-    divergence.
-
-    The mean over runs is the restricted mean time to divergence. NaN if the run did not diverge but was stopped
-    early.
-    """
-    return _time(run, divergence_step(run))
-
-
 def time_of_failure(run: Run, modality: str | None = None) -> float:
     """Return `failure_step` as a share of the configured run length; 1 for a run that completed without failure.
 
     The mean over runs is the restricted mean time to failure. NaN if the run did not fail but was stopped early.
     """
-    return _time(run, failure_step(run))
-
-
-def _time(run: Run, step: int | None) -> float:
+    step = failure_step(run)
     if step is not None:
         return step / run.planned_steps if run.planned_steps else math.nan
     return 1.0 if run.status.status == "completed" else math.nan

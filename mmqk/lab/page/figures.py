@@ -20,7 +20,7 @@ from mmqk.lab.page.figure import FEW_ARMS, GRAY, Figure, Line, Panel, arm_colors
 from mmqk.lab.page.verdicts import claim_values
 from mmqk.lab.runs import EMPTY, Run, Series, aligned
 from mmqk.lab.verdicts.assess import Verdict
-from mmqk.lab.verdicts.measure import EVENTS, middle, times_to_failure
+from mmqk.lab.verdicts.measure import TIME, middle, times_to_failure
 from mmqk.lab.verdicts.study import Study
 
 # A line has at most POINTS points. The lines of a figure have at most ALL_POINTS points together, but each of them at
@@ -197,14 +197,13 @@ def layer_lines(study: Study, arm: str, modality: str) -> list[Line]:
 
 def survival(study: Study) -> Figure | None:
     """Draw the Kaplan-Meier curve of each arm in a claim about failures; None if there is no such claim."""
-    claims = [claim for claim in study.claims if claim.metric in ("late_failure", *EVENTS) and claim.compared]
+    claims = [claim for claim in study.claims if claim.metric in ("late_failure", TIME) and claim.compared]
     if not claims:
         return None
-    metric = claims[0].metric if claims[0].metric in EVENTS else "time_of_failure"
     compared = dict.fromkeys(arm.name for c in claims for name in c.compared for arm in study.arms_of(name, c.at))
     lines = []
     for arm in filter(study.finished, compared):
-        steps, shares = kaplan_meier(*times_to_failure(study.finished(arm), metric))
+        steps, shares = kaplan_meier(*times_to_failure(study.finished(arm)))
         # A step function: each share holds until the step before the next failure. The x values must differ.
         at, held = np.repeat(steps, 2)[1:], np.repeat(shares, 2)[:-1]
         at[1::2] -= 1

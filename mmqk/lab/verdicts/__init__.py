@@ -32,7 +32,7 @@ from mmqk.lab.metrics.outcomes import trained_modalities
 from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.assess import Judgment, Verdict, assess
 from mmqk.lab.verdicts.checks import Check, reaches
-from mmqk.lab.verdicts.measure import EVENTS, times_to_failure
+from mmqk.lab.verdicts.measure import TIME, times_to_failure
 from mmqk.lab.verdicts.study import Compared, Group, Study, compare
 from mmqk.lab.verdicts.words import interval_text, p_text, say
 from mmqk.store.formatting import plain
@@ -217,14 +217,14 @@ def about_targets(groups: Iterable[Group]) -> list[str]:
 
 
 def about_survival(compared: Compared) -> list[str]:
-    """Return notes for a claim about the time of an event (`EVENTS`): the failed runs, the log-rank test, and what
+    """Return notes for a claim about the time of failures: the failed runs, the log-rank test, and what
     the interval leaves out; empty for other claims. The test needs all planned runs, because a run that fails
     finishes first."""
     claim = compared.claim
-    if claim.metric not in EVENTS or claim.test != "superiority" or not claim.decided:
+    if claim.metric != TIME or claim.test != "superiority" or not claim.decided:
         return []
     arms = (compared.treatment, compared.control)
-    times = [times_to_failure(group.all, claim.metric) for group in arms]
+    times = [times_to_failure(group.all) for group in arms]
     complete = all(len(group.all) == group.planned for group in arms)
     p = exact.log_rank(*times[0], *times[1]) if complete else math.nan
     notes = [] if math.isnan(p) else [say("log rank", p=p)]

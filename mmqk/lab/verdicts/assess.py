@@ -20,7 +20,7 @@ from mmqk.lab.metrics import Metric, find_metric, metric_value
 from mmqk.lab.metrics.outcomes import outcomes
 from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.checks import Check, checks_of, within_bound
-from mmqk.lab.verdicts.measure import EVENTS, by_seed, measure, middle, spread_outcomes
+from mmqk.lab.verdicts.measure import TIME, by_seed, measure, middle, spread_outcomes
 from mmqk.lab.verdicts.study import Compared, share_history
 from mmqk.lab.verdicts.words import effect_tested, say
 
@@ -156,8 +156,8 @@ def assess(compared: Compared) -> Verdict:
         shown = paired_effect(treatment, control, None)
         # Without an effect there is no bound.
         return replace(verdict, effect=shown, checks=checks, notes=tuple(notes if shown else ()))
-    # An arm without failures has no spread in time, so times of events have no pooled spread.
-    spread = None if claim.metric in EVENTS else pooled_spread(spread_outcomes(compared, table))
+    # An arm without failures has no spread in time, so times of failures have no pooled spread.
+    spread = None if claim.metric == TIME else pooled_spread(spread_outcomes(compared, table))
     effect = paired_effect(treatment, control, spread, share_history(compared.treatment, compared.control))
     checks, rate_notes = checks_of(compared)
     verdict = replace(

@@ -1,4 +1,4 @@
-"""The values of a claim's metric by arm and seed, the times of events, and the best learning rate of each arm.
+"""The values of a claim's metric by arm and seed, the times of failures, and the best learning rate of each arm.
 
 Runs with the role "selection" choose the learning rate, and no verdict uses them. Two equal arms can choose different
 learning rates by chance, and most metrics depend on the learning rate: a verdict would then depend on chance. So arms
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +18,12 @@ import pandas as pd
 from mmqk.lab.effects import quantile_t
 from mmqk.lab.metrics import METRICS, FamilyMetric, Metric, find_metric, metric_value
 from mmqk.lab.metrics.families import Measured, learning_rate
-from mmqk.lab.metrics.outcomes import divergence_step, failure_step, is_trained, trained_modalities
+from mmqk.lab.metrics.outcomes import failure_step, is_trained, trained_modalities
 from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.verdicts.study import RATE_METRIC, Compared, Group, Study, StudyArm, group
 from mmqk.store import UserError
 
-# Metrics that measure the time of an event, and the functions that return the step of the event.
-EVENTS: dict[str, Callable[[Run], int | None]] = {
-    "time_of_failure": failure_step,
-    "time_of_divergence": divergence_step,
-}
+TIME = "time_of_failure"  # the metric that has a log-rank test
 
 
 def measure(groups: Mapping[str, Group], name: str) -> pd.DataFrame:
@@ -117,10 +113,9 @@ def middle(values: Iterable[float]) -> float:
     return statistics.median(numbers) if numbers else math.nan
 
 
-def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], list[bool]]:
-    """Return, for each run, the step of the event (the last step if there was none), and whether the event
-    happened."""
-    steps = [(EVENTS[metric](run), run.last_step) for run in runs]
+def times_to_failure(runs: Iterable[Run]) -> tuple[list[float], list[bool]]:
+    """Return, for each run, the step of the failure (the last step if there was none), and whether it failed."""
+    steps = [(failure_step(run), run.last_step) for run in runs]
     return [float(last if step is None else step) for step, last in steps], [step is not None for step, _ in steps]
 
 

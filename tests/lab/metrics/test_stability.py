@@ -35,7 +35,7 @@ def rising(steps=200, at=80, by=0.2, start=5.0):
 def test_step_of_divergence_by_hand(tmp_path, losses, step):
     run = small_run(tmp_path / "x", {"loss/text": losses}, config=config(len(losses)))
     assert divergence_step(run) == step
-    assert value("time_of_divergence", run) == (1.0 if step is None else step / len(losses))
+    assert value("time_of_failure", run) == (1.0 if step is None else step / len(losses))
     assert value("diverged", run) == (step is not None)
 
 
@@ -58,7 +58,7 @@ def test_what_ended_the_run_counts_too(tmp_path):
     # A gradient norm that is not finite ends a run as diverged, even if all its losses are finite.
     series = {"loss/text": [4.0] * 60}
     run = small_run(tmp_path / "x", series, status="diverged", step=57, config=config(100))
-    assert divergence_step(run) == 57 and value("time_of_divergence", run) == 0.57
+    assert divergence_step(run) == 57 and value("time_of_failure", run) == 0.57
     # A run that was stopped has no value, because its future is unknown.
     run = small_run(tmp_path / "y", series, status="interrupted", config=config(100))
-    assert math.isnan(value("time_of_divergence", run)) and math.isnan(value("diverged", run))
+    assert math.isnan(value("time_of_failure", run)) and math.isnan(value("diverged", run))
