@@ -21,8 +21,8 @@ EVERY = {f"C{i}" for i in range(1, 27)}
 # The grids outside the two pools.
 OTHERS = (
     "configs/ablations/demo.yaml", "configs/failures/late.yaml", "configs/claims/norm_competition.yaml",
-    "configs/claims/norm_competition_real.yaml", "configs/claims/size.yaml", "configs/claims/final_norm.yaml", "configs/claims/logit_scale.yaml",
-    "configs/claims/temperature.yaml",
+    "configs/claims/norm_competition_real.yaml", "configs/claims/size.yaml", "configs/claims/final_norm.yaml",
+    "configs/claims/logit_scale.yaml", "configs/claims/temperature.yaml",
 )  # fmt: skip
 FEWEST_SEEDS = 6
 
