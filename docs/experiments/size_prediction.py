@@ -1,7 +1,7 @@
 """Predict width 128 of configs/claims/size.yaml from widths 32 to 96, and compare (C6).
 
     python docs/experiments/size_prediction.py runs/size --write    fits, and writes size_prediction.csv
-    python docs/experiments/size_prediction.py runs/size            compares the numbers in that file with the runs
+    python docs/experiments/size_prediction.py reports/examples/size.zip    compares that file with the runs, and draws
 
 The fits and the rule of C6 are under `hypotheses` of size.yaml. The file is committed before width 128 is trained.
 """
@@ -10,6 +10,7 @@ import csv
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 
 from mmqk.lab import load_study
@@ -69,10 +70,30 @@ def compare(study):
     print(f"C6 {verdict}: mean factor ×{np.exp(off.mean()):.2f}, with width 96 ×{np.exp(naive.mean()):.2f}")
 
 
+def draw(study):
+    """Draw the logits of each learning rate over size: the fit to the smaller widths, its prediction, the outcome."""
+    figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True, layout="constrained")
+    for panel, suffix, title in zip(panels, ("", "-qk"), ("no QK-Norm", "QK-Norm"), strict=True):
+        sizes, found = zip(*(measured(study, f"{family}{suffix}") for family in (*FITTED, PREDICTED)), strict=True)
+        for i, rate in enumerate(rate for rate in found[0] if rate != "edge"):
+            logits, color = [numbers[rate] for numbers in found], plt.colormaps["viridis"](i / 7)
+            grid = np.geomspace(sizes[0], PARAMETERS, 60)
+            fit = fit_quadratic(sizes[:-1], logits[:-1])
+            panel.plot(grid, [fit(x) for x in grid], color=color, lw=1)
+            panel.plot(sizes[:-1], logits[:-1], "o", color=color, ms=4, label=f"learning rate {rate}")
+            panel.plot(sizes[-1], logits[-1], "*", color=color, ms=9)
+        panel.set(xscale="log", yscale="log", title=title, xlabel="parameters of the blocks")
+        panel.xaxis.set_minor_formatter("")
+    panels[0].set_ylabel("largest logit of block 0, step 100")
+    panels[1].legend(frameon=False, fontsize=8, loc="upper left", title="lines: fit to widths 32 to 96; ★: width 128")
+    figure.savefig(FILE.with_suffix(".png"), dpi=110, metadata={"Software": None})
+
+
 if __name__ == "__main__":
     study = load_study(sys.argv[1])
     if "--write" not in sys.argv:
         compare(study)
+        draw(study)
     elif any(run.arm.startswith(PREDICTED) for run in study.runs):
         raise SystemExit("width 128 has runs: a prediction must come before them")
     else:
