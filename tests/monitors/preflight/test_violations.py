@@ -1,5 +1,5 @@
 """Every planted violation is found in the plain model and in one family of transformers, and the sound twins of all
-families get no complaint. docs/preflight_table.md has every violation in every family."""
+families get no complaint. reports/preflight/table.md has every violation in every family."""
 
 from __future__ import annotations
 
