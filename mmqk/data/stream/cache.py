@@ -6,6 +6,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from mmqk.data.stream.names import base_name, filesystem
 
@@ -14,7 +15,7 @@ from mmqk.data.stream.names import base_name, filesystem
 class ShardCache:
     """A folder of whole shards. The shard that was not used for the longest time goes first.
 
-    Processes can share a folder. A file that another process deletes stays readable where it is open.
+    Processes can share a folder: a file that another process deletes stays readable where it is open.
 
     Args:
         folder: the folder, which is made.
@@ -24,16 +25,17 @@ class ShardCache:
     folder: Path
     limit: int
 
-    def path(self, url: str) -> Path | None:
-        """Return the local copy of a shard, which is downloaded if it is not there; None if it is above the limit.
+    def open(self, url: str) -> BinaryIO | None:
+        """Open the local copy of a shard, which is downloaded if it is not there; None if it is above the limit.
 
         Raises:
             OSError and others of the engine: the download fails, or the disk is full.
         """
         path = self.folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{base_name(url)}"
         try:
-            os.utime(path)
-            return path
+            file = path.open("rb")
+            os.utime(file.fileno())
+            return file
         except FileNotFoundError:
             pass
         system = filesystem(url)
@@ -47,10 +49,11 @@ class ShardCache:
             system.get_file(url, str(part))
             if size is not None and part.stat().st_size != size:
                 raise OSError(f"{part.stat().st_size} of {size} bytes were sent")
+            file = part.open("rb")
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-        return path
+        return file
 
     def _make_room(self, size: int) -> None:
         files = []

@@ -59,9 +59,9 @@ def open_shard(name: str, ranges: bool = True, cache: ShardCache | None = None) 
     from fsspec.utils import infer_compression
 
     raw: Any
-    copy = cache.path(name) if cache is not None and is_remote(name) else None
+    copy = cache.open(name) if cache is not None and is_remote(name) else None
     if copy is not None:
-        raw = copy.open("rb")
+        raw = copy
     elif is_remote(name):
         how: dict[str, Any] = {"block_size": BUFFER, "cache_type": "readahead"} if ranges else {"block_size": 0}
         raw = io.BufferedReader(filesystem(name).open(name, "rb", **how), 2**18)
