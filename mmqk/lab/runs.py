@@ -120,7 +120,7 @@ class Run:
         remarks: sentences about what is missing or unusual in the records; `notes` also covers the metrics.
         family: name of the arm in the grid, without the values of the axes.
         point: the values of the axes by dotted field; empty if the grid has no axes.
-        role: "verdict", or "selection" for a run that selects a learning rate; no verdict uses it.
+        role: "verdict", "selection" (a run that selects a learning rate; no verdict uses it) or "parent" (of forks).
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
         forked: content of fork.json; empty if there is none.
         data: statistics of the data by modality, from data.json; empty if there is no such file.

@@ -26,7 +26,7 @@ LOGIT = METRICS["largest_attention_logit"].measure
 PLACES = ("out", "data.cache", "quiet")
 # Fields of a fork that change its run, besides those of its parent.
 OWN_CHANGES = ("skip_batches", "skip", "new_moments", "noise")
-ROLES = {"verdict": "", "selection": "selects a learning rate, not in a verdict"}
+ROLES = {"verdict": "", "parent": "parent of forks", "selection": "selects a learning rate, not in a verdict"}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ rate wait for the selection runs, and a fork waits for its parent. What a fork d
     the parent has a checkpoint of the step    the fork starts from it
     the parent diverged before the step        the fork never starts
     the parent is not finished                 the fork waits for the step
-    the parent finished without the step       the fork never starts, until its folder is removed and it trains again
+    the parent finished without the step       the parent is trained again in a second folder, and the fork waits
+    the second parent finished without it too  the fork never starts: the user has removed a checkpoint
 """
 
 from __future__ import annotations
@@ -158,7 +159,12 @@ class _Planner:
             self._find(job)
         for key in self.jobs:
             self._enter(self.planned[key])
-        return Plan(tuple(self.tasks.values()), self.waiting, tuple(self.entries), tuple(self.choices.values()))
+        for parent in self.planned.values():
+            # A second folder of a parent stays in the plan after its forks have finished.
+            if parent.folder in self.at and standing(again := self._again(parent)).finished:
+                self._add_again(again)
+        choices = tuple(self.choices.values())
+        return Plan(tuple(self.tasks.values()), self.waiting, tuple(self.entries), choices)
 
     # Configurations ---------------------------------------------------------------------------------------
 
@@ -267,12 +273,37 @@ class _Planner:
         now = standing(task)
         if now.status == "diverged" and now.step < step:
             return Wait(f"{task.name} diverged at step {now.step}, before step {step}", possible=False)
-        if now.finished:
-            reason = f"{task.name} kept no checkpoint of step {step}: remove {parent.folder} to train it again"
-            return Wait(reason, possible=False, mistake=True)
+        reason = f"waits for step {step} of {task.name}"
         before = self._start(parent.parent, parent.step) if parent.parent else None
-        on, possible = (before.on, before.possible) if isinstance(before, Wait) else ((), True)
-        return Wait(f"waits for step {step} of {task.name}", (parent.folder, *on), possible, at=(parent.folder, step))
+        if not now.finished:
+            on, possible = (before.on, before.possible) if isinstance(before, Wait) else ((), True)
+            return Wait(reason, (parent.folder, *on), possible, at=(parent.folder, step))
+        if isinstance(before, Wait):
+            return before
+        again = self._again(parent, before)
+        self._add_again(again)
+        if file := checkpoint_of(again.folder, step):
+            return file
+        if standing(again).finished:
+            reason = f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to train it again"
+            return Wait(reason, possible=False, mistake=True)
+        return Wait(reason, (again.folder,), at=(again.folder, step))
+
+    def _again(self, parent: Planned, start: Path | None = None) -> Task:
+        """Return the task that trains a parent in a second folder, if it is a fork from the checkpoint ``start``."""
+        task = self._task(parent)
+        return replace(
+            task,
+            arm=f"{task.arm}-again",
+            folder=task.folder.with_name(f"{task.folder.name}-again"),
+            args=self._args(parent, start),
+            entry={**task.entry, "role": "parent", "fork": None},
+        )
+
+    def _add_again(self, task: Task) -> None:
+        if task.folder not in self.tasks:
+            self.tasks[task.folder] = task
+            self.entries.append(task.record(self.out))
 
     def _task(self, planned: Planned) -> Task:
         """Return the task of a job, without its command line."""

@@ -7,7 +7,7 @@ import pytest
 
 from mmqk.lab.grid import load_grids
 from mmqk.lab.runner.plan import Resolver, plan
-from mmqk.store import read_json
+from mmqk.store import read_json, read_status
 
 HEAD = "name: toy\nbase: base.yaml\n"
 
@@ -108,6 +108,20 @@ def test_forks_begin_when_their_parents_are_there(world, tmp_path, capsys):
     capsys.readouterr()
     assert world(grid=FORKS) == 0
     assert "3 runs in runs/toy, 0 to train" in capsys.readouterr().out
+
+
+def test_a_parent_that_has_not_kept_the_step_is_made_again_beside_itself(world, tmp_path):
+    out = tmp_path / "runs/toy"
+    assert world(grid=HEAD + "seeds: [1]\narms: {plain: {set: {size: 1}}}\n") == 0
+    before = {p: p.read_bytes() for p in out.rglob("seed1/*.json*")}
+    assert len(before) >= 3
+    assert world(grid=FORKS) == 0
+    assert {p: p.read_bytes() for p in before} == before
+    _, runs = record_of(out)
+    again = runs["plain-again", 1]
+    assert (again["role"], again["id"]) == ("parent", runs["plain", 1]["id"])
+    assert again["folder"] == runs["plain", 1]["folder"] + "-again"
+    assert read_status(out / runs["late", 1]["folder"]).status == "completed"
 
 
 def test_a_fork_after_the_end_of_its_parent_is_said_and_stops_nothing(world, tmp_path, capsys):
