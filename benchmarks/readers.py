@@ -1,4 +1,4 @@
-"""Seven readers of WebDataset tars, each built as the documentation of its library builds it.
+"""Readers of WebDataset tars, each built as the documentation of its library builds it.
 
 Every reader decodes each image to an RGB array and delivers batches of keys. `benchmarks.streams` compares them.
 """
@@ -153,7 +153,7 @@ class Webdataset(Reader):
 
 
 class Torchdata(Reader):
-    """StatefulDataLoader over a WebDataset with the deterministic shuffles. The data set has no state of its own, so
+    """StatefulDataLoader over a WebDataset with the deterministic shuffles. The dataset has no state of its own, so
     the loader reads the epoch again up to the position, as its documentation describes."""
 
     def __init__(self, setup: Setup, states: Sequence[Any] = ()) -> None:

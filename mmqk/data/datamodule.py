@@ -18,7 +18,6 @@ from mmqk.data.order import TrainingOrder, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder, count_targets, describe, floors, unigram_loss
 from mmqk.data.stream.cache import ShardCache
 from mmqk.data.stream.loader import RowMaker, StreamBatches, StreamLoader
-from mmqk.data.stream.names import stream_hash
 from mmqk.data.stream.source import PAIRS, Rows, Stream
 from mmqk.data.tokens.cache import Captions, ShuffledPairs, open_source
 from mmqk.data.tokens.folder import open_tokens
@@ -148,8 +147,7 @@ class TokenDataModule(L.LightningDataModule):
         place = (size, accumulate, trainer.global_rank, trainer.world_size, trainer.max_steps)
         if self.rows:
             batches = StreamBatches(self.order, self.rows, self.seed, *place)
-            hashes = {kind: stream_hash(shards) for kind, shards in self.config.streams.items()}
-            identity = identity_hash({"seed": self.seed, **hashes})
+            identity = identity_hash({"seed": self.seed, **self.config.stream_hashes})
             self._loader = StreamLoader(batches, identity, self.config.workers, device, documents)
         else:
             patch = named_function(self.config.patch) if self.config.patch else None

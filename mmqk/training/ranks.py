@@ -322,8 +322,8 @@ def advised(error: Exception) -> Exception:
     message = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and ("by peer" in message or "remote process exited" in message):  # gloo, NCCL
         return UserError(
-            "another process of this run has ended: its output says why, and the same command goes on from the last"
-            " checkpoint"
+            "another process of this run has ended: see its output for the reason, and run the same command again to"
+            " continue from the last checkpoint"
         )
     advice = next((advice for words, advice in ADVICE.items() if words.lower() in message.lower()), None)
     if advice is None or not isinstance(error, RuntimeError):

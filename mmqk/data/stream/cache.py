@@ -13,20 +13,20 @@ from mmqk.data.stream.names import base_name, filesystem
 
 @dataclass(frozen=True)
 class ShardCache:
-    """A folder of whole shards. The shard that was not used for the longest time goes first.
+    """A folder of whole shards. The least recently used shard is deleted first.
 
     Processes can share a folder: a file that another process deletes stays readable where it is open.
 
     Args:
-        folder: the folder, which is made.
-        limit: most bytes of all its files.
+        folder: the folder; it is created if it is missing.
+        limit: limit of the size of all its files, in bytes.
     """
 
     folder: Path
     limit: int
 
     def open(self, url: str) -> BinaryIO | None:
-        """Open the local copy of a shard, which is downloaded if it is not there; None if it is above the limit.
+        """Open the local copy of a shard, and download it first if there is none; None if it is larger than the limit.
 
         Raises:
             OSError and others of the engine: the download fails, or the disk is full.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import re
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 
@@ -180,10 +179,9 @@ def test_a_cached_shard_is_read_from_disk(server, tmp_path):
 
 
 def test_a_missing_shard_or_engine_is_one_sentence(server, monkeypatch):
-    before = time.monotonic()
     with pytest.raises(ShardError, match=r"nothere|404|Not Found"):
         list(samples_of(address(server, "nothere.tar")))
-    assert len(server.seen) <= 1 and time.monotonic() > before
+    assert len(server.seen) <= 1
     with pytest.raises(UserError, match="fish://"):
         names.filesystem("fish://a/b.tar")
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
