@@ -61,6 +61,8 @@ def check_conflicts(optim: OptimConfig, model: ModelConfig, monitor: MonitorConf
             clip and optim.matrices == "adamh",
         "optim.msign_every replaces matrices that model.weight_reparam sigma normalizes":
             optim.msign_every > 0 and sigma,
+        "optim.width_scaling mup gives embedding and head different learning rates, but model.tie_embeddings makes them"
+        " one matrix": optim.width_scaling == "mup" and model.tie_embeddings,
         "monitor.parameters reads Adam's moments, which optim.matrices muon does not have":
             monitor.parameters and muon,
         "monitor.second_moment reads Adam's moments, which optim.matrices muon does not have":

@@ -49,8 +49,8 @@ NEWER = {
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",
         "deep_norm", "separate_first", "separate_last", "patch",
     ),
-    "monitor": ("matrices", "second_moment", "sharpness"),
-    "optim": ("matrices", "update_clip", "adagc", "skip_step", "msign_every"),
+    "monitor": ("at", "matrices", "second_moment", "sharpness"),
+    "optim": ("matrices", "update_clip", "adagc", "skip_step", "msign_every", "width_scaling", "base_width"),
     "alarm": ("stop_diverged",),
 }  # fmt: skip
 
@@ -322,7 +322,7 @@ def _identity_of(given: Given, fork: ForkConfig | None) -> dict[str, Any]:
     identity: dict[str, Any] = {name: asdict(getattr(given, name)) for name in sections}
     for section, names in NEWER.items():
         for f in fields(SECTIONS[section]):
-            if f.name in names and identity[section][f.name] == f.default:
+            if f.name in names and identity[section][f.name] in (f.default, []):
                 del identity[section][f.name]
     if given.model.patch:
         identity["model"]["patch_source"] = allow_patch(given.model.patch)

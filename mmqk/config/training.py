@@ -84,6 +84,10 @@ class OptimConfig:
             the mean of the last 128 steps (OLMo-core, which uses 6); null: off.
         msign_every: number of steps between two replacements of each W_q, W_k, W_v and W_o by its orthogonal factor,
             scaled to the norm of the matrix (MSign, arXiv 2602.01734, which uses 100); 0: never.
+        width_scaling: mup scales initial values, learning rates and weight decay by d_model / `base_width` (µP, arXiv
+            2203.03466, Table 3), so that a learning rate tuned at `base_width` suits other widths. Let n_heads grow
+            with d_model (with a head_dim that grows, set `model.attn_scale` to inverse), and d_ff too.
+        base_width: d_model at which `width_scaling` changes nothing.
     """
 
     lr: float = number(1e-3, SMALLEST, LARGEST)
@@ -105,6 +109,8 @@ class OptimConfig:
     adagc: float | None = number(None, 1.0, 1e6)
     skip_step: float | None = number(None, 1e-3, 1e6)
     msign_every: int = number(0, 0, MOST_STEPS)
+    width_scaling: Literal["none", "mup"] = "none"
+    base_width: int = number(64, 1, 2**20)
 
     def __post_init__(self) -> None:
         check_fields(self, "optim")
@@ -126,6 +132,12 @@ class OptimConfig:
                 f"optim.{other} acts on the gradient of all modalities together, but optim.split_second_moment keeps"
                 " them apart: remove one of them."
             )
+        if self.width_scaling == "mup" and self.matrices != "adamw":
+            raise ValueError(
+                f"optim.width_scaling mup is for Adam, but optim.matrices is {self.matrices}: remove one of them."
+            )
+        if self.width_scaling == "none":
+            object.__setattr__(self, "base_width", 64)  # unused
         if self.schedule == "constant":
             object.__setattr__(self, "schedule_steps", None)  # a constant schedule has no length
 
@@ -138,6 +150,7 @@ class MonitorConfig:
 
     Args:
         every_n_steps: optimizer steps between two probes; 0 switches probes off.
+        at: more steps to probe.
         probe_sequences: number of sequences in a probe.
         probe_split: sequences of a probe: current (the training batch) or heldout (the first validation sequences,
             which are the same in every run, so maxima of different runs can be compared).
@@ -163,6 +176,7 @@ class MonitorConfig:
     """
 
     every_n_steps: int = number(100, 0, MOST_STEPS)
+    at: list[int] = number(list, 1, MOST_STEPS)
     probe_sequences: int = number(4, 1, 2**20)
     probe_split: Literal["current", "heldout"] = "current"
     tensorboard_layers: bool = False
@@ -183,7 +197,9 @@ class MonitorConfig:
                 f"monitor.budget_every_n_steps {self.budget_every_n_steps} is less than monitor.budget_steps"
                 f" {self.budget_steps}: windows cannot overlap, so raise it."
             )
-        of_probes = ("heads", "parameters", "second_moment", "precision", "matrices", "gradient_agreement", "sharpness")
+        of_probes = (
+            "at", "heads", "parameters", "second_moment", "precision", "matrices", "gradient_agreement", "sharpness"
+        )  # fmt: skip
         for name in of_probes:
             if getattr(self, name) and not self.every_n_steps:
                 raise ValueError(f"monitor.{name} is part of a probe: set monitor.every_n_steps above 0.")

@@ -37,7 +37,7 @@ from mmqk.training.losses import (
     modality_sums,
     total_loss,
 )
-from mmqk.training.optimizers import SplitAdamW, lr_multiplier, make_optimizer
+from mmqk.training.optimizers import SplitAdamW, lr_multiplier, make_optimizer, scale_initial
 from mmqk.training.ranks import shard, whole, whole_model
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class TrainingModule(L.LightningModule):
         self.model_config, self.seed, self.backend = model, seed, backend
         self.loss_config, self.optim_config = loss or LossConfig(), optim or OptimConfig()
         self.model = EarlyFusionTransformer(model, backend=backend, seed=seed)
+        scale_initial(self.optim_config, self.model)
         self.loss_weights_M: Tensor
         self.register_buffer("loss_weights_M", self._loss_weights(torch.get_default_dtype()), persistent=False)
         self.stored: dict[str, Any] = {"mmqk_model": asdict(model)}

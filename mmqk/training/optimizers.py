@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 
 from mmqk.config.training import OptimConfig
 from mmqk.distributed import summed, world_size
+from mmqk.model import EarlyFusionTransformer
 
 
 def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -47,6 +48,19 @@ def hidden_matrices(model: nn.Module) -> set[Tensor]:
     return {m.weight for m in blocks.modules() if isinstance(m, nn.Linear)}
 
 
+@torch.no_grad()
+def scale_initial(config: OptimConfig, model: EarlyFusionTransformer) -> None:
+    """Give the initial weights the sizes of µP for Adam (Tensor Programs V, arXiv 2203.03466, Table 3).
+
+    With m = d_model / base_width: the standard deviation of the embedding does not depend on m, that of the head is
+    1 / m of its value at the base width, and those of the matrices of the blocks fall as 1 / sqrt(fan_in), as always.
+    """
+    if config.width_scaling == "mup":
+        m = model.config.d_model / config.base_width
+        model.embed.weight.mul_(m**0.5)  # from 1 / sqrt(d_model)
+        model.head.weight.div_(m**0.5)
+
+
 def _only(groups: list[dict[str, Any]], wanted: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
     """Return the groups with only the wanted parameters, without groups that become empty."""
     parts = [{**group, "params": [p for p in group["params"] if wanted(p)]} for group in groups]
@@ -64,6 +78,15 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
         {"params": [p for p in parameters if p not in decaying], "weight_decay": 0.0},
     ]
     groups = [group for group in both if group["params"]]
+    if config.width_scaling == "mup":
+        assert isinstance(model, EarlyFusionTransformer)
+        m, scaled = model.config.d_model / config.base_width, hidden_matrices(model) | {model.head.weight}
+        # The first group has the learning rate that is logged. The decay is lr * weight_decay at every width.
+        more = {"lr": config.lr / m, "weight_decay": decay * m}
+        groups = [
+            *_only(groups, lambda p: p not in scaled),
+            *({**group, **more} for group in _only(groups, lambda p: p in scaled)),
+        ]
     betas = (config.beta1, config.beta2)
     if config.matrices != "adamw":
         chosen = hidden_matrices(model)

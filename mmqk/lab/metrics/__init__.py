@@ -196,6 +196,7 @@ METRICS = {
     "early_logit_slope": slope_of(
         "early growth rate of the largest attention logit", "attn_logit_absmax", 0.0, EARLY_SHARE
     ),
+    "grad_norm": Metric("gradient norm", "", "log", "high", outcomes.grad_norm, alone(outcomes.grad_norm)),
     "diverged": _of_failures("divergence", "", outcomes.diverged, "high"),
     "late_failure": _of_failures("late failure", "", outcomes.late_failure, "high"),
     "late_rise": _of_failures("late rise of the loss", "", outcomes.late_rise, "high"),

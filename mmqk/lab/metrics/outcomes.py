@@ -63,6 +63,16 @@ def final_log_z(run: Run, modality: str | None = None) -> float:
     return math.nan if not len(values) else float(values[-1]) if math.isfinite(values[-1]) else math.inf
 
 
+def grad_norm(run: Run, modality: str | None = None) -> float:
+    """Return the median gradient norm, before clipping, of the steps after warm-up; infinite if the last one is not
+    finite, NaN if there is none."""
+    steps, values = run.series("grad_norm")
+    values = values[steps > run.warmup_steps]
+    if not len(values):
+        return math.nan
+    return float(np.median(values)) if np.isfinite(values[-1]) else math.inf
+
+
 def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
     """Return the initial loss (or excess loss) of a modality: on held-out data at step 0, else at the first training
     step."""

@@ -25,13 +25,19 @@ from mmqk.monitors.probe import block_matrices, pairs_by_reach, probe, residual_
 from mmqk.store.metrics import tag
 
 
+def probe_is_due(config: MonitorConfig, step: int, max_steps: int) -> bool:
+    """Return whether the run is probed after this step."""
+    every = config.every_n_steps
+    return every > 0 and (step % every == 0 or step == max_steps or step in config.at)
+
+
 class StepMonitor:
     """Measures the steps that the configuration selects; `after_step`, `close` and `sizes` return the numbers.
 
     Args:
         model: the trained model.
         config: the configuration of the monitors.
-        max_steps: number of steps of the run. The last step is measured, in addition to every ``every_n_steps``-th.
+        max_steps: number of steps of the run; the last step is measured too.
         trained: indices of the modalities whose loss is trained; if empty, the budget has no parts by modality.
         low_precision: whether the weights are in bf16, so that small updates leave them unchanged. Their share is
             then measured even if ``config.parameters`` is false.
@@ -68,8 +74,7 @@ class StepMonitor:
         if c.budget_every_n_steps and self.window is None and (step - 1) % c.budget_every_n_steps == 0:
             self.window = BudgetWindow(self.model, self.trained)
         self._in_window = self.window is not None
-        every = c.every_n_steps
-        self._probe_due = bool(every) and (step % every == 0 or step == self.max_steps)
+        self._probe_due = probe_is_due(c, step, self.max_steps)
 
     @property
     def attributing(self) -> bool:
@@ -256,8 +261,8 @@ class RunMonitor(L.Callback):
             # it could not close the window.
             if trainer.global_step == trainer.max_steps:
                 _log(trainer, self._step_monitor.close())
-        step, every = trainer.global_step, self.config.every_n_steps
-        if every and (step % every == 0 or step == trainer.max_steps) and step != self._probed:
+        step = trainer.global_step
+        if probe_is_due(self.config, step, trainer.max_steps) and step != self._probed:
             self._probe(trainer, pl_module, batch)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
