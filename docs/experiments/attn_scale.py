@@ -1,6 +1,6 @@
 """Predicted and measured variance of q.k at initialization: `python docs/experiments/attn_scale.py`.
 
-The script builds untrained models, runs them on random ids, and writes attn_scale.csv, attn_scale.png and the tables
+The script builds untrained models, runs them on random ids, and writes attn_scale.csv, attn_scale.png and the table
 of attn_scale.md in the folder of this file. It takes half a minute on one CPU core.
 
 Names of tensors end with their shape: B batch, T tokens as queries, S tokens as keys, H heads, K head_dim.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
@@ -197,37 +196,15 @@ def from_csv(text: str) -> list[Row]:
 # The page --------------------------------------------------------------------------------------------------
 
 
-def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the tables of the page in Markdown, by name."""
-    at = {(r.variant, r.head_dim, r.layer): r for r in rows}
-    heads = ["head_dim", *SCALES]
-    widths = sorted({r.head_dim for r in rows})
-    by_scale = [[k, *(_variance(at[v, k, 1])[1] for v in SCALES)] for k in widths]
-    shown = [at[v, SHOWN_HEAD_DIM, n] for v in VARIANTS for n in (1, SIZE.n_layers)]
-    by_variant = [
-        [r.variant, r.layer, *_variance(r), f"{r.in_row:.3g}", f"{r.entropy_predicted:.2f}", f"{r.entropy:.2f}"]
-        for r in shown
-    ]  # fmt: skip
-    more = "variant, layer, predicted, measured, within a row, entropy predicted, entropy"
-    return {"scales": _markdown(heads, by_scale), "variants": _markdown(more.split(", "), by_variant)}
-
-
-def _variance(row: Row) -> tuple[str, str]:
-    return f"{row.predicted:.3g}", f"{row.variance:.3g}±{row.variance_sd:.1g}"
-
-
-def _markdown(heads: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
-    table = [heads, ["---"] * len(heads), *lines]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
-
-
-def with_tables(page: str, rows: Sequence[Row]) -> str:
-    """Return the page with new tables. Each table is between two comments with its name."""
-    for name, table in tables(rows).items():
-        part = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        page, n = part.subn(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", page)
-        assert n == 1, name
-    return page
+def with_table(page: str, rows: Sequence[Row]) -> str:
+    """Return the page with the variances of these rows in its table, which is between two comments."""
+    at = {(r.variant, r.head_dim): r for r in rows if r.layer == 1}
+    lines = [["head_dim", *SCALES], ["---"] * 4]
+    for k in sorted({r.head_dim for r in rows}):
+        lines.append([str(k), *(f"{at[v, k].variance:.3g}±{at[v, k].variance_sd:.1g}" for v in SCALES)])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    before, rest = page.split("<!-- scales -->\n")
+    return f"{before}<!-- scales -->\n{table}\n<!-- /scales -->{rest.split('<!-- /scales -->')[1]}"
 
 
 # The figure ------------------------------------------------------------------------------------------------
@@ -288,11 +265,11 @@ def _series(axes: Axes, name: str, points: Sequence[tuple[float, float, float]])
 
 
 def main() -> None:
-    """Measure, and write the CSV, the figure and the page's tables."""
+    """Measure, and write the CSV, the figure and the page's table."""
     HERE.joinpath("attn_scale.csv").write_text(to_csv(run()))
     rows = from_csv(HERE.joinpath("attn_scale.csv").read_text())
     page = HERE / "attn_scale.md"
-    page.write_text(with_tables(page.read_text(), rows))
+    page.write_text(with_table(page.read_text(), rows))
     draw(rows).savefig(HERE / "attn_scale.png", dpi=130, metadata={"Software": None})
 
 
