@@ -35,6 +35,7 @@ REFUSED = {
         *(("attn_scale_inverse", key) for key in L2),
         *(("qk_clip", key) for key in WITH_QK_NORM | {"sigma_reparam", "adamh"}),
         ("msign", "sigma_reparam"),
+        *(("mup", key) for key in ("muon", "adamh")),
         *BIAS_OF_ANOTHER_KIND,
         *(("qk_norm_full", key) for key in L2),
         ("qk_norm_zero_centered", "qk_norm_l2"),
