@@ -207,7 +207,7 @@ def _attach(
         at_start = _at_start(run, data)
         store.write_json(folder.path / "data.json", data.statistics(steps * run.data.batch_size))
     every = (FLUSH_EVERY, run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
-    step_log = StepLog(every, at_start, _first_step(run), run.alarm.stop_diverged)
+    step_log = StepLog(every, at_start, _first_step(run), run.alarm.stop_diverged, run.monitor.at)
     checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
     heldout = data.probe_batch(run.monitor.probe_sequences) if run.monitor.probe_split == "heldout" else None
     monitor = RunMonitor(run.monitor, heldout, None if data.rows else data.step_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from mmqk.config.training import LossConfig, MonitorConfig, OptimConfig
 from mmqk.data.config import DataConfig
@@ -36,20 +37,28 @@ def check_shown(compiled: bool, recomputed: bool, backend: str, optim: OptimConf
     })  # fmt: skip
 
 
-def check_conflicts(optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None) -> None:
+def check_conflicts(
+    optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: Mapping[str, Any] | None = None
+) -> None:
     """Raise ValueError if the optimizer conflicts with another field, or a fork cannot use the parent's moments.
 
     Args:
         optim: The optimizer.
         model: The model.
         monitor: The monitors.
-        parent: `optim.matrices` of the parent of a fork; None for a run from initial weights.
+        parent: `optim` of the parent of a fork; None for a run from initial weights.
     """
-    if parent not in (None, optim.matrices) and "muon" in (parent, optim.matrices):
-        raise ValueError(
-            f"optim.matrices is {parent} in the parent and {optim.matrices} here, and a fork cannot change it,"
-            " because the moments of muon differ from those of Adam: keep the parent's value, or start a new run."
-        )
+    if parent is not None:
+        before = parent.get("matrices", "adamw")
+        scaled = (parent.get("width_scaling", "none"), parent.get("base_width"))
+        refuse({
+            f"optim.matrices is {before} in the parent and {optim.matrices} here, and a fork cannot change it,"
+            " because the moments of muon differ from those of Adam: keep the parent's value, or start a new run.":
+                before != optim.matrices and "muon" in (before, optim.matrices),
+            "optim.width_scaling and optim.base_width set the initial weights too, so a fork cannot change them: keep"
+            " the parent's values, or start a new run.":
+                scaled != (optim.width_scaling, optim.base_width) and {scaled[0], optim.width_scaling} != {"none"},
+        })  # fmt: skip
     clip, muon, sigma = optim.qk_clip is not None, optim.matrices == "muon", model.weight_reparam == "sigma"
     kind, budget = model.qk_norm.kind, monitor.budget_every_n_steps > 0
     conflicts = {
@@ -119,15 +128,17 @@ def check_loggers(names: list[str]) -> None:
     })  # fmt: skip
 
 
-def check_steps(max_steps: int, at: list[int], start: int) -> None:
-    """Raise ValueError if a fork starts after the end of the run, or a step of checkpoint.at is not in the run."""
+def check_steps(max_steps: int, saved: list[int], probed: list[int], start: int) -> None:
+    """Raise ValueError if a fork starts after the end of the run, or a step of checkpoint.at or monitor.at is not in
+    the run. A fork has its parent's monitor.at, also the steps before it starts."""
     refuse({
         f"trainer.max_steps is {max_steps}, but the fork starts at step {start}: raise it, and set"
         " optim.schedule_steps to keep the schedule.": start >= max_steps,
     } | {
-        f"checkpoint.at has step {step}, but the run has steps {start + 1} to {max_steps}: name one of them.":
-            not start < step <= max_steps
-        for step in at
+        f"{field} has step {step}, but the run has steps {first + 1} to {max_steps}: name one of them.":
+            not first < step <= max_steps
+        for field, first, steps in (("checkpoint.at", start, saved), ("monitor.at", 0, probed))
+        for step in steps
     })  # fmt: skip
 
 

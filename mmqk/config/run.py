@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,12 +262,12 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
             sink=model.attn_sink,
         )
         has_moments = fork is not None and not fork.parent.is_import
-        parent = fork.parent.config["optim"].get("matrices", "adamw") if fork and has_moments else None
+        parent = fork.parent.config["optim"] if fork and has_moments else None
         checks.check_conflicts(given.optim, model, given.monitor, parent)
         checks.check_shown(given.compile, given.activation_checkpointing, given.backend, given.optim)
         if trainer.strategy == "fsdp":
             checks.check_sharded(model, given.optim, given.loss, given.monitor)
-        checks.check_steps(trainer.max_steps, given.checkpoint.at, 0 if fork is None else fork.parent.step)
+        checks.check_steps(trainer.max_steps, given.checkpoint.at, given.monitor.at, fork.parent.step if fork else 0)
         checks.check_loggers([*given.logging])
         identity = _identity_of(given, fork)
     except ValueError as error:
@@ -312,6 +312,11 @@ def _exists(folder: str, name: str) -> bool:
     return os.path.exists(beside) or any(glob.iglob(os.path.join(glob.escape(folder), name), recursive=True))
 
 
+def default_of(f: Field[Any]) -> Any:
+    """Return the default of a field of a dataclass."""
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
 def _identity_of(given: Given, fork: ForkConfig | None) -> dict[str, Any]:
     """Return the fields that identify a run, as plain data.
 
@@ -322,7 +327,7 @@ def _identity_of(given: Given, fork: ForkConfig | None) -> dict[str, Any]:
     identity: dict[str, Any] = {name: asdict(getattr(given, name)) for name in sections}
     for section, names in NEWER.items():
         for f in fields(SECTIONS[section]):
-            if f.name in names and identity[section][f.name] in (f.default, []):
+            if f.name in names and identity[section][f.name] == default_of(f):
                 del identity[section][f.name]
     if given.model.patch:
         identity["model"]["patch_source"] = allow_patch(given.model.patch)

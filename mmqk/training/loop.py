@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class StepLog(L.Callback):
 
     Args:
         flush_at: Numbers of steps. The log is flushed at every multiple of each number; 0 is ignored.
+        at: More steps at which the log is flushed.
         at_start: Values that are known before the first step, logged at `first_step`.
         first_step: First step of the run: 0, or for a fork the step of the checkpoint that it starts from.
         stop_diverged: Whether a divergence stops the run; otherwise only a value that is not finite does.
@@ -57,8 +58,9 @@ class StepLog(L.Callback):
         at_start: Mapping[str, float] | None = None,
         first_step: int = 0,
         stop_diverged: bool = True,
+        at: Collection[int] = (),
     ):
-        self.flush_at, self.first_step = [n for n in flush_at if n], first_step
+        self.flush_at, self.at, self.first_step = [n for n in flush_at if n], at, first_step
         self.stop_diverged = stop_diverged
         self.at_start = dict(at_start or {})
         self.divergence: tuple[int, str] | None = None
@@ -96,7 +98,7 @@ class StepLog(L.Callback):
 
     def flushes(self, step: int, max_steps: int) -> bool:
         """Return whether to flush at ``step``."""
-        return step == max_steps or any(step % n == 0 for n in self.flush_at)
+        return step == max_steps or step in self.at or any(step % n == 0 for n in self.flush_at)
 
     def flush(self, trainer: L.Trainer, pl_module: TrainingModule, alone: bool = False) -> None:
         """Log the collected records; stop the trainer if the run has diverged.

@@ -50,11 +50,11 @@ def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
 
 def test_everything_that_has_a_state_goes_on(tiny_args, tmp_path):
     """A fork that changes nothing continues every state of its parent: copies by modality, moments by modality,
-    singular vectors, and a window of the radial budget that is open at the fork."""
+    singular vectors, learning rates by width, and a window of the radial budget that is open at the fork."""
     fields = ["--model.weight_reparam=sigma", "--model.qk_norm.kind=l2", "--model.qk_norm.gain=per_head",
               "--model.qk_norm.scale_max=100", "--model.qk_norm.normalize_v=true", "--model.per_modality.qk=true",
               "--model.per_modality.norms=true", "--model.post_norm=true", "--model.layer_scale=0.5",
-              "--data.workers=1",
+              "--data.workers=1", "--optim.width_scaling=mup", "--optim.base_width=4", "--monitor.at=[1,3]",
               "--optim.split_second_moment=true", "--optim.decay_gains=true", "--trainer.accumulate_grad_batches=2",
               "--monitor.budget_every_n_steps=6", "--monitor.budget_steps=5", "--data.pack=documents"]  # fmt: skip
     args = [*tiny_args, *fields, "--data.seq_len=256", "--monitor.probe_sequences=1", "--checkpoint.keep=9"]

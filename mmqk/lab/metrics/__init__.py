@@ -215,7 +215,7 @@ FAMILY_METRICS = {
     ),
 }  # fmt: skip
 # Metrics of a whole run.
-WITHOUT_MODALITY = ("diverged", "late_failure", "time_of_failure")
+WITHOUT_MODALITY = ("grad_norm", "diverged", "late_failure", "time_of_failure")
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint
 from mmqk.config.fork import ForkConfig
-from mmqk.config.run import NEWER, SECTIONS
+from mmqk.config.run import NEWER, SECTIONS, default_of
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
@@ -85,9 +85,10 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         lr,
         fork.new_moments,
     )
-    groups = len(optimizer["param_groups"])
     # The schedule is at the parent's step, with the fork's peak.
-    rates = {"base_lrs": [run.optim.lr] * groups, "_last_lr": [lr] * groups, "lr_lambdas": [None] * groups}
+    groups = optimizer["param_groups"]
+    rates = {"base_lrs": [group["initial_lr"] for group in groups], "_last_lr": [group["lr"] for group in groups]}
+    rates["lr_lambdas"] = [None] * len(groups)
     sizes = parent["data"]["batch_size"], run.data.batch_size, run.trainer["accumulate_grad_batches"]
     touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
     touched += ["fork_new_moments"] * fork.new_moments
@@ -168,7 +169,7 @@ def _with_newer_fields(config: dict[str, Any]) -> dict[str, Any]:
     newer = {}
     for section, names in NEWER.items():
         if section in config:
-            defaults = {f.name: f.default for f in fields(SECTIONS[section]) if f.name in names}
+            defaults = {f.name: default_of(f) for f in fields(SECTIONS[section]) if f.name in names}
             newer[section] = defaults | config[section]
     return {"compile": False, **config, **newer}
 

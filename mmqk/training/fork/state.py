@@ -54,14 +54,14 @@ def optimizer_state(
         old: Settings, model and trained modalities of the parent.
         new: Settings, model and trained modalities of the fork.
         carried: Origin of the fork's parameters.
-        lr: Learning rate of the next update.
+        lr: Learning rate of the next update, of groups that train at `optim.lr`.
         new_moments: Whether to leave out the parent's moments.
     """
     (old_config, old_model, old_trained), (new_config, new_model, new_trained) = old, new
     old_names, _ = _names_in_order(old_config, old_model)
     new_names, state = _names_in_order(new_config, new_model)
     for group in state["param_groups"]:
-        group["initial_lr"], group["lr"] = group["lr"], lr
+        group["initial_lr"], group["lr"] = group["lr"], lr * (group["lr"] / new_config.lr)
     if new_moments:
         return state, "all moments start at zero"
     split = (old_config.split_second_moment, new_config.split_second_moment)
