@@ -59,7 +59,7 @@ class SequenceBuilder:
     a caption, and ``captions_cut`` the fraction of captions that are cut.
 
     Args:
-        stores: documents by kind of source (pair, text, interleaved or tokens), each a `TokenStore` or `OnlinePairs`.
+        stores: documents by kind of source (pair, text, interleaved or tokens), each a `TokenStore` or a `Stream`.
         layout: id ranges of the modalities.
         seq_len: tokens of a row.
 

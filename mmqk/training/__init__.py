@@ -1,9 +1,10 @@
 """Trains a model: one step, the loop around it, logging, and forks. `mmqk.train` puts the parts together.
 
-One optimizer step, in the order of the calls:
+The initial weights, and one optimizer step in the order of the calls:
 
 | what                                    | where                                                                  |
 | --------------------------------------- | ---------------------------------------------------------------------- |
+| initial weights                         | `EarlyFusionTransformer`; of µP `optimizers.scale_initial`             |
 | loss by modality                        | `module.TrainingModule.training_step` with `losses.modality_losses`    |
 | backward pass                           | `module.TrainingModule.backward`                                       |
 | clipping, and the record of the step    | `module.TrainingModule.configure_gradient_clipping`                    |
