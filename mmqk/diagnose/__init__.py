@@ -57,20 +57,20 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if len(options.files) > 2 or not (options.files or options.model):
         raise UserError("give one log, or two to compare, or --model with a checkpoint: see mmqk diagnose --help")
-    from mmqk.diagnose import page, ways  # they import pandas and matplotlib
+    from mmqk.diagnose import answers  # it imports pandas and matplotlib
 
     way = (
-        ways.of_models if options.model
-        else ways.of_experiments if options.experiments
-        else ways.of_pair if len(options.files) == 2
-        else page.of_log
+        answers.of_models if options.model
+        else answers.of_experiments if options.experiments
+        else answers.of_pair if len(options.files) == 2
+        else answers.of_log
     )  # fmt: skip
     answer = way(options)
     text = json.dumps(as_json(answer.record), indent=1, ensure_ascii=False, allow_nan=False)
     print(text if options.json else "\n".join([answer.title, *answer.lines]))
     options.out.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out / "diagnosis.json", text + "\n")
-    write_atomic(options.out / "index.html", answer.page or page.plain_page(answer))
+    write_atomic(options.out / "index.html", answer.page or answers.plain_page(answer))
     if not options.json:
         print(f"\n{options.out / 'index.html'}")
     return int(answer.found)

@@ -13,7 +13,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ import yaml
 
 from mmqk.bench.score import LASTING
 from mmqk.bench.traces import SMOOTH, metrics_table
-from mmqk.inspection.position import Position
+from mmqk.inspection.step import Position
 from mmqk.lab.runs import Run, read_runs
 from mmqk.store import UserError
 from mmqk.store.checkpoints import checkpoints_in, step_of
-from mmqk.store.formatting import plain, text_table
 
 SHORT = 5  # values of a median that shows an event of more than one step
 NOT_FINITE = 1e30  # stands for a value that is not finite
@@ -77,8 +76,8 @@ class Experiments:
         event: the event.
         start, end: the steps of the fork and of the end of the forks.
         left_out: the sequences of the arm ``sequences``, as in ``--fork_skip``.
-        table: a row per arm. Columns: ``change``, ``before``, ``most`` and ``final`` (values of the event's series),
-            ``outcome`` (gone, remains or unknown) and ``means``.
+        table: a row per arm. Columns: ``change``, ``outcome`` of the event (gone, remains or unknown), ``before``,
+            ``most`` and ``final`` (values of its series), and ``means``.
         out: the folder of the forks.
     """
 
@@ -89,32 +88,6 @@ class Experiments:
     left_out: str
     table: pd.DataFrame
     out: Path
-
-    def lines(self) -> list[str]:
-        """Return the text."""
-        cells = [
-            [r["change"], r["outcome"], *(plain(r[c], 4) for c in ("before", "most", "final")), r["means"]]
-            for r in self.table.to_dict("records")
-        ]
-        heads = ["change", "event", "before", "most", "final", "meaning"]
-        return [
-            f"event: {self.event.sentence}",
-            f"forks of {self.run} from step {self.start} to {self.end}, in {self.out}; series: {self.event.tag}",
-            f"sequences left out: {self.left_out}",
-            "",
-            *text_table([heads, *cells], {0, 1, 5}),
-        ]
-
-    @property
-    def found(self) -> bool:
-        """Whether the event repeats in the control."""
-        return bool(self.table["outcome"][CONTROL] == "remains")
-
-    def record(self) -> dict[str, Any]:
-        """Return the answer as plain data."""
-        rows = self.table.reset_index(names="experiment").to_dict("records")
-        places = {"run": str(self.run), "out": str(self.out), "start": self.start, "end": self.end}
-        return {**places, "event": asdict(self.event), "left_out": self.left_out, "experiments": rows}
 
 
 def run(
@@ -134,12 +107,24 @@ def run(
     """
     from mmqk.ablate import main as ablate
 
-    one, metrics = _read(folder)
+    found = read_runs(folder)
+    if len(found) != 1 or not (folder / "config.yaml").exists():
+        raise UserError(f"{folder} is not the folder of one run of mmqk train: name one that has a config.yaml.")
+    one, metrics = found[0], metrics_table(found[0])
     event = _event(one, step)
     start, checkpoint = _start(folder, event)
     end = min(one.planned_steps, event.step + PAST)
     left_out = _sequences(one, metrics, event, start)
-    settings = _settings(one, checkpoint, end - start, left_out)
+    wide = not str(one.setting("trainer.precision", "32-true")).startswith("bf16")
+    settings: dict[str, dict[str, Any]] = {
+        CONTROL: {},
+        "batches": {"fork_skip_batches": end - start},
+        "sequences": {"fork_skip": left_out},
+        "precision": {"trainer.precision": "bf16-mixed" if wide else "32-true"},
+        "moments": {"fork_new_moments": True},
+        "slower": {"optim.lr": one.setting("optim.lr") / 3},
+        "noise": {"fork_noise": 1e-6},
+    }
     common = {
         "trainer.max_steps": end,
         "optim.schedule_steps": one.setting("optim.schedule_steps") or one.planned_steps,
@@ -161,8 +146,8 @@ def run(
         code = ablate([str(file), "--out", str(out), *([] if jobs is None else ["--jobs", str(jobs)])])
     if code:
         raise UserError(f"a fork in {out} failed or was interrupted: run the same command again.")
-    found = {fork.arm: metrics_table(fork).loc[start + 1 :] for fork in read_runs(out)}
-    return Experiments(folder, event, start, end, left_out, _table(found, event, _before(metrics, event, start)), out)
+    forks = {fork.arm: metrics_table(fork).loc[start + 1 :] for fork in read_runs(out)}
+    return Experiments(folder, event, start, end, left_out, _table(forks, event, _before(metrics, event, start)), out)
 
 
 def _before(metrics: pd.DataFrame, event: Event, start: int) -> float:
@@ -192,7 +177,7 @@ def _table(found: Mapping[str, pd.DataFrame], event: Event, before: float) -> pd
     for name in (name for name in ARMS if name in found):
         loud = _loud(found[name].get(event.tag, pd.Series(dtype=float)), event)
         final = loud.iloc[-SHORT:].median()
-        rows[name] = {"change": ARMS[name][0], "before": before, "most": loud.max(), "final": final}
+        rows[name] = {"change": ARMS[name][0], "outcome": "", "before": before, "most": loud.max(), "final": final}
     control = rows[CONTROL]["most"] - before
     for name, row in rows.items():
         remains = control > 0 and row["most"] - before >= control / 2
@@ -209,13 +194,6 @@ def _loud(series: pd.Series, event: Event) -> pd.Series:
     """Return the series of an event as numbers that rise at the event, each the median of `Event.values` values."""
     rising = (series.dropna() * event.sign).replace([np.inf, -np.inf], NOT_FINITE)
     return rising.rolling(event.values, 1).median()
-
-
-def _read(folder: Path) -> tuple[Run, pd.DataFrame]:
-    found = read_runs(folder)
-    if len(found) != 1 or not (folder / "config.yaml").exists():
-        raise UserError(f"{folder} is not the folder of one run of mmqk train: name one that has a config.yaml.")
-    return found[0], metrics_table(found[0])
 
 
 def _event(one: Run, step: int | None) -> Event:
@@ -245,17 +223,3 @@ def _start(folder: Path, event: Event) -> tuple[int, Path]:
             f" {folder}-again."
         )
     return step_of(earlier[-1]), earlier[-1]
-
-
-def _settings(one: Run, checkpoint: Path, steps: int, left_out: str) -> dict[str, dict[str, Any]]:
-    """Return the fields that each arm sets."""
-    wide = not str(one.setting("trainer.precision", "32-true")).startswith("bf16")
-    return {
-        CONTROL: {},
-        "batches": {"fork_skip_batches": steps},
-        "sequences": {"fork_skip": left_out},
-        "precision": {"trainer.precision": "bf16-mixed" if wide else "32-true"},
-        "moments": {"fork_new_moments": True},
-        "slower": {"optim.lr": one.setting("optim.lr") / 3},
-        "noise": {"fork_noise": 1e-6},
-    }

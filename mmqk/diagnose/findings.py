@@ -266,11 +266,8 @@ def _remedies(kind: str) -> list[dict[str, Any]]:
     of_map = [r for r in evidence()["rescue"] if r["failure"] == table.get("rescue") and r["after"]]
     for change, cells in itertools.groupby(sorted(of_map, key=lambda r: r["change"]), lambda r: r["change"]):
         tried = sorted(cells, key=lambda r: r["after"])
-        saved = (
-            ", ".join(str(r["saved"]) for r in tried) + f" of {tried[0]['runs']}"
-            if any(r["saved"] for r in tried)
-            else "none"
-        )
+        saved = ", ".join(str(r["saved"]) for r in tried) + f" of {tried[0]['runs']}"
+        saved = saved if any(r["saved"] for r in tried) else "none"
         costs = ", ".join(f"{r['cost']:+.2f}" for r in tried)
         after = ", ".join(str(r["after"]) for r in tried)
         said = f"{after} steps after it began: saved {saved}; end {costs} nats from healthy"

@@ -21,11 +21,11 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from mmqk.checkpoint import PREFIX, load_checkpoint, newest_checkpoint
+from mmqk.checkpoint import load_checkpoint, model_of, newest_checkpoint
 from mmqk.diagnose.checkpoints import call, read, reason_of
-from mmqk.diagnose.weights import CAVEAT, LAWS, describe, grew
+from mmqk.diagnose.weights import CAVEAT, LAWS, describe, grew, ranges_of
 from mmqk.interop.folders import read_huggingface
-from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import evaluation_mode
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.layers import clean
@@ -33,7 +33,7 @@ from mmqk.monitors.foreign.trace import tensors_in
 from mmqk.store import UserError
 
 Batch = dict[str, Tensor]  # model inputs by name
-Blocks = Mapping[str, range | Sequence[range]]
+Blocks = Mapping[str, range]
 
 
 def read_batch(path: Path) -> Batch:
@@ -75,15 +75,7 @@ def load(source: str | Path) -> nn.Module:
     elif (path / "config.json").exists():
         model = read_huggingface(path, None)
     elif path.suffix == ".ckpt" or (path / "checkpoints").is_dir():
-        file = newest_checkpoint(path) if path.is_dir() else path
-        content = load_checkpoint(file)
-        config = ModelConfig.from_dict(content["mmqk_model"])
-        with torch.device("meta"):
-            model = EarlyFusionTransformer(config, "math")
-        weights = {name.removeprefix(PREFIX): tensor.clone() for name, tensor in content["state_dict"].items()}
-        model.load_state_dict(weights, assign=True)
-        if config.tie_embeddings:
-            model.head.weight = model.embed.weight
+        model = model_of(load_checkpoint(newest_checkpoint(path) if path.is_dir() else path))
     else:
         raise UserError(
             f"{source} has weights but no model: give module:function, a function of yours that builds the model and"
@@ -130,9 +122,7 @@ def probe_with(source: str | Path, batch: Batch, modality: Blocks | None = None)
     """
     model = load(source)
     if modality is None and isinstance(model, EarlyFusionTransformer):
-        ends = np.cumsum(list(model.config.vocab_sizes.values())).tolist()
-        sizes = zip(model.config.vocab_sizes.items(), ends, strict=True)
-        modality = {name: range(end - size, end) for (name, size), end in sizes}
+        modality = ranges_of(model.config.vocab_sizes)
     watch = attach(model, modality=modality, every_n_steps=0, sequences=len(next(iter(batch.values()))), matrices=True)
     try:
         return watch.probe(**inputs_of(model, batch)).flat()
@@ -168,16 +158,9 @@ def first_difference(a: str | Path, b: str | Path, batch: Batch) -> pd.DataFrame
     names = [name for name, x in a_fp32.items() if name in b_fp32 and b_fp32[name].shape == x.shape]
     if not names:
         raise UserError(f"{a} and {b} have no module with outputs of one shape: give two checkpoints of one model.")
-    rows = [
-        (
-            name,
-            _difference(a_fp32[name], b_fp32[name]),
-            _difference(a_bf16[name], b_bf16[name]),
-            _difference(a_fp32[name], a_bf16[name]),
-        )
-        for name in names
-    ]
-    table = pd.DataFrame(rows, columns=["module", "fp32", "bf16", "rounding"])
+    pairs = {"fp32": (a_fp32, b_fp32), "bf16": (a_bf16, b_bf16), "rounding": (a_fp32, a_bf16)}
+    columns = {title: [_difference(x[name], y[name]) for name in names] for title, (x, y) in pairs.items()}
+    table = pd.DataFrame({"module": names, **columns})
     return table.assign(ratio=table.fp32 / table.rounding.where(table.rounding > 0))
 
 

@@ -165,21 +165,15 @@ def _json(text: str, path: Path, name: str | None) -> Raw | None:
 
 def _json_lines(text: str, notes: list[str]) -> list[Any] | None:
     lines = [line for line in text.split("\n") if line.strip()]
-    try:  # one call of the parser is faster than a call per line
-        return json.loads(f"[{','.join(lines)}]", parse_constant=str)
-    except (ValueError, RecursionError):
-        pass
     records, decode = [], json.JSONDecoder(parse_constant=str).decode
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             records.append(decode(line))
     records = [record for record in records if isinstance(record, dict)]
-    if 2 * len(records) < len(lines):
-        return None
-    bad = len(lines) - len(records)
-    cut = " (the last one is cut off)" if not text.endswith("\n") else ""
-    notes.append(f"{bad} of {len(lines)} lines cannot be read and are left out{cut}.")
-    return records
+    if bad := len(lines) - len(records):
+        cut = " (the last one is cut off)" if not text.endswith("\n") else ""
+        notes.append(f"{bad} of {len(lines)} lines cannot be read and are left out{cut}.")
+    return None if 2 * bad > len(lines) else records
 
 
 # ---------------------------------------------------------------- lines of stdout

@@ -5,6 +5,7 @@ Shapes: D model width, H query heads, G key heads, K head_dim, E D + 1, V vocabu
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,12 +105,12 @@ def _product(a_HKE: Tensor, b_HKE: Tensor) -> tuple[Tensor, Tensor]:
     return product.clamp_min(0).sqrt(), (values[:, -1] * torch.linalg.eigvalsh(gram_b)[:, -1]).clamp_min(0).sqrt()
 
 
-def describe(weights: Weights, blocks: Mapping[str, range | Sequence[range]] | None = None) -> Description:
+def describe(weights: Weights, blocks: Mapping[str, range] | None = None) -> Description:
     """Return what the weights say without a batch.
 
     Args:
         weights: a checkpoint.
-        blocks: id ranges by modality; other ids are text. By default those of an mmqk checkpoint, else all are text.
+        blocks: the ids of each modality; other ids are text. By default those of an mmqk checkpoint, else all are text.
     """
     layers, heads = [], []
     notes: list[str] = []
@@ -126,7 +127,9 @@ def describe(weights: Weights, blocks: Mapping[str, range | Sequence[range]] | N
         layout = (H, G, layer.q.raw[0].shape[1], layer.layout, layer.scale, layer.softcap)
         layers.append((layer.layer, layer.qk_norm, *layout, *_sizes(layer.q), *_sizes(layer.k), source))
     columns = ["layer", "qk_norm", "heads", "key_heads", "head_dim", "layout", "scale", "softcap"]
-    gains, rows, faults = _by_tensor(weights, _ranges(weights, blocks))
+    if blocks is None and weights.format == "mmqk checkpoint":
+        blocks = ranges_of(weights.config["vocab_sizes"])
+    gains, rows, faults = _by_tensor(weights, blocks or {})
     return Description(
         pd.DataFrame(layers, columns=[*columns, *_MATRIX_COLUMNS, "bounded_by"]),
         pd.DataFrame(heads, columns=["layer", "head", "key_head", *_HEAD_COLUMNS]),
@@ -150,15 +153,13 @@ def _sizes(side: Side) -> tuple[float, float, float]:
     return frobenius, spectral, (frobenius / spectral) ** 2
 
 
-def _ranges(weights: Weights, blocks: Mapping[str, range | Sequence[range]] | None) -> dict[str, list[range]]:
-    if blocks is None and weights.format == "mmqk checkpoint":
-        sizes = weights.config["vocab_sizes"]
-        ends = np.cumsum(list(sizes.values())).tolist()
-        return {name: [range(end - size, end)] for (name, size), end in zip(sizes.items(), ends, strict=True)}
-    return {name: [parts] if isinstance(parts, range) else list(parts) for name, parts in (blocks or {}).items()}
+def ranges_of(vocab_sizes: Mapping[str, int]) -> dict[str, range]:
+    """Return the ids of each modality, given their numbers in the order of the ids."""
+    ends = itertools.accumulate(vocab_sizes.values())
+    return {name: range(end - size, end) for (name, size), end in zip(vocab_sizes.items(), ends, strict=True)}
 
 
-def _by_tensor(weights: Weights, ranges: Mapping[str, list[range]]) -> tuple[list[tuple], list[tuple], list[tuple]]:
+def _by_tensor(weights: Weights, blocks: Mapping[str, range]) -> tuple[list[tuple], list[tuple], list[tuple]]:
     """Return the rows of `Description.gains`, `rows` and `faults`, in one pass over the tensors."""
     gains: list[tuple] = []
     rows: list[tuple] = []
@@ -182,9 +183,8 @@ def _by_tensor(weights: Weights, ranges: Mapping[str, list[range]]) -> tuple[lis
         if matrix and tensor.ndim == 2:
             norm_V = torch.linalg.vector_norm(tensor, dim=1, dtype=torch.float32)
             block_V = np.full(len(norm_V), "text", dtype=object)
-            for block, parts in ranges.items():
-                for part in parts:
-                    block_V[part.start : part.stop] = block
+            for block, ids in blocks.items():
+                block_V[ids.start : ids.stop] = block
             by_block = pd.Series(norm_V.numpy()).groupby(block_V, sort=False)
             rows += [(matrix, block, len(x), float(x.mean()), float(x.max())) for block, x in by_block]
     return gains, rows, faults

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmqk.store import (
-    OneSentenceParser,
-    UserError,
-    differing_fields,
-    read_run,
-    relative_word,
-    with_configs,
-    write_folder,
-)
+from mmqk.store import OneSentenceParser, differing_fields, read_run, relative_word, with_configs, write_folder
+from mmqk.store.errors import UserError
 from mmqk.store.files import writing
 
 if TYPE_CHECKING:
@@ -74,14 +67,13 @@ def main(argv: list[str] | None = None) -> int:
     from mmqk.config import resolve
 
     folder = Path(rest[0]) if rest and (Path(rest[0]) / "run.json").is_file() else None
-    given = rest if folder else with_configs(rest)
-    run = resolve(given) if folder is None else _run_of(folder, rest[1:])
+    run = resolve(with_configs(rest)) if folder is None else _run_of(folder, rest[1:])
     if run.data.streams:
         raise UserError(
             "mmqk inspect needs token arrays, whose sequences it can look up by number: set data.read to tokens, or"
             " make a token folder with mmqk data tokenize."
         )
-    command = "mmqk inspect " + shlex.join(map(relative_word, _as_given(options, given)))
+    command = "mmqk inspect " + shlex.join(map(relative_word, sys.argv[1:] if argv is None else argv))
     name = run.out.parent.name  # runs/NAME/<id>
     if options.step is None:
         from mmqk.inspection.page import inspect
@@ -121,12 +113,3 @@ def _run_of(folder: Path, words: list[str]) -> RunConfig:
     if differing := differing_fields(record.get("identity") or {}, run.identity):
         raise UserError(f"{folder} was trained with another {differing[0]}: restore it, or name another run.")
     return run
-
-
-def _as_given(options: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return the command line without --out. The flags of mmqk inspect itself come last, and only if they differ from
-    their defaults."""
-    shown = 8 if options.step is None else MOST_SEQUENCES
-    given = [("step", options.step, None), ("from", options.weights, None), ("sequences", options.sequences, shown)]
-    given.append(("tokens", options.tokens, TOKENS))
-    return [*rest, *(w for name, value, default in given if value != default for w in (f"--{name}", str(value)))]

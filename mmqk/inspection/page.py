@@ -21,7 +21,7 @@ from mmqk.data.mixture import CYCLE
 from mmqk.data.order import Content
 from mmqk.data.sequences import count_targets, describe, floors
 from mmqk.data.tokens.folder import is_token_folder, read_header
-from mmqk.inspection.views import IdDecoder, Originals, Viewer
+from mmqk.inspection.views import IdDecoder, Viewer, originals
 from mmqk.lab import formatting as report
 from mmqk.lab.formatting import listed, nats, number, plural
 from mmqk.store import find_file, without_roots
@@ -136,29 +136,23 @@ def sequence_views(
     decoder = IdDecoder(run.data.tokenizers_folder) if "pair" in run.data.family else None
     widths = run.data.dial.grid if "dial" in run.data.family else {}
     viewer = Viewer(layout, weights, decoder, widths)
-    originals = Originals(find_file(run.data.pairs)) if decoder and run.data.pairs else None
+    original = originals(find_file(run.data.pairs), decoder.image_size) if decoder and run.data.pairs else None
     sequences = []
     for index, place in zip(numbers, places, strict=True):
         contents = order.contents(index)
-        images = {}
-        if originals is not None and decoder is not None:
-            pictured = ((n, c.item) for n, c in enumerate(contents) if c.kind in ("pair", "image"))
-            images = {n: originals.image(item, decoder.image_size) for n, item in pictured}
-        view = viewer.view(batch, place, images)
+        pictured = [(n, c.item) for n, c in enumerate(contents) if c.kind in ("pair", "image")] if original else []
+        view = viewer.view(batch, place, {n: original(item) for n, item in pictured if original is not None})
         heads = [_head(data, c) for c in contents]
         if len(heads) != len(view["documents"]):  # a text window, the dial, or rows that data.patch has changed
             heads = [""] * len(view["documents"])
-        view["facts"] = _facts(view, run.data.seq_len)
+        filled, length = view["filled"], run.data.seq_len
+        packed = f" · {len(heads)} documents" if len(heads) > 1 else ""
+        targets = listed(view["targets"]) or "none"
+        view["facts"] = f"{filled:,} of {length:,} positions filled, {length - filled:,} padding{packed}"
+        view["facts"] += f" · targets: {targets}"
         view["documents"] = list(zip(heads, view["documents"], strict=True))
         sequences.append({"index": index, "slot": SLOT_WORDS[order.mixture.draw(index).slot], **view})
     return {"sequences": sequences, "colors": viewer.colors, "specials": bool(layout.specials)}
-
-
-def _facts(view: dict[str, Any], length: int) -> str:
-    filled, documents = view["filled"], len(view["documents"])
-    packed = f" · {documents} documents" if documents > 1 else ""
-    targets = listed(view["targets"]) or "none"
-    return f"{filled:,} of {length:,} positions filled, {length - filled:,} padding{packed} · targets: {targets}"
 
 
 def _head(data: TokenDataModule, content: Content) -> str:

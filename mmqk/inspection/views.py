@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -70,31 +70,33 @@ class IdDecoder:
         return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
 
 
-class Originals:
-    """The training images of a folder of image-caption shards, by index of the pair.
+def shard_of(folder: Path) -> Callable[[int], tuple[Path, int]]:
+    """Return a function that gives the shard of training sample n of a folder with a manifest, and its number there."""
+    shards = load_manifest(folder).splits.get("train", ())
+    first_S = np.cumsum([0, *(shard.samples for shard in shards)])
 
-    Args:
-        folder: folder of shards with a manifest. Any other folder gives no images.
-    """
+    def find(n: int) -> tuple[Path, int]:
+        s = int(np.searchsorted(first_S, n, side="right")) - 1
+        return folder / shards[s].file, n - int(first_S[s])
 
-    def __init__(self, folder: Path | str) -> None:
-        is_shards = (Path(folder) / MANIFEST).exists()
-        shards = load_manifest(folder).splits.get("train", ()) if is_shards else ()
-        self._paths = [Path(folder) / shard.file for shard in shards]
-        self._first = np.cumsum([0, *(shard.samples for shard in shards)])
-        self._index = cache(index_tar)
+    return find
 
-    def image(self, item: int, size: int) -> Image.Image | None:
-        """Return the image of pair ``item`` in the size that the tokenizer encodes; None if it is not available."""
-        if not 0 <= item < self._first[-1]:
-            return None
-        shard = int(np.searchsorted(self._first, item, side="right")) - 1
-        index = self._index(self._paths[shard])
+
+def originals(folder: Path, size: int) -> Callable[[int], Image.Image | None]:
+    """Return a function that gives the image of pair n of a folder of shards, in the size that the tokenizer encodes;
+    None if it is not available, as in a folder without a manifest."""
+    if not (folder / MANIFEST).exists():
+        return lambda n: None
+    find, index = shard_of(folder), cache(index_tar)
+
+    def image(n: int) -> Image.Image | None:
+        path, i = find(n)
         try:
-            sample = index.read(item - int(self._first[shard]))
-            return load_image(pair_of(sample)[0], size)
-        except (Dropped, IndexError):
+            return load_image(pair_of(index(path).read(i))[0], size)
+        except Dropped:
             return None
+
+    return image
 
 
 def picture_uri(image: Image.Image) -> str:

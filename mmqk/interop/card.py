@@ -48,6 +48,7 @@ def model_card(
     """
     run = checkpoint.parent.parent
     run_config = record.get("details", {}).get("config") or {}
+    fields = yaml.safe_dump(without_roots(run_config), sort_keys=False, allow_unicode=True)
     name = f"mmqk run {record['id']}" if "id" in record else run.resolve().name
     sections = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- mmqk\n---",
@@ -58,7 +59,7 @@ def model_card(
         *_ids(config, tokenizer),
         *_losses(run, step_of(checkpoint), list(config.vocab_sizes)),
         *_data(run_config.get("data", {}), record.get("identity", {}).get("data", {})),
-        *_configuration(run_config),
+        *([f"## Configuration\n\n```yaml\n{fields}```"] if run_config else []),
         "## License",
         "No license is set: add `license` to the front matter. The licenses of the training data apply to the parts"
         " of the data that the model reproduces.",
@@ -76,15 +77,11 @@ def _use(architecture: str, tokenizer: bool) -> list[str]:
             'ids = tokenizer("<bos>a red circle", return_tensors="pt")["input_ids"]',
             "logits = model(ids).logits",
         ]
-    code = "\n".join(["```python", *lines, "```"])
-    if architecture != CHAMELEON:
-        return ["## Use", code]
-    return [
-        "## Use",
-        code,
+    note = (
         "The image tokenizer (`vqmodel`) is untrained. The `forward` of the model sets the logits of image ids to the"
-        " smallest number: `model.lm_head(model.model(ids).last_hidden_state)` gives all logits.",
-    ]
+        " smallest number: `model.lm_head(model.model(ids).last_hidden_state)` gives all logits."
+    )
+    return ["## Use", "\n".join(["```python", *lines, "```"]), *([note] if architecture == CHAMELEON else [])]
 
 
 def _ids(config: ModelConfig, tokenizer: bool) -> list[str]:
@@ -107,13 +104,8 @@ def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:
         for name, title in _LOSSES.items()
     ]
     shown = [row for row in rows if any(row[1:])]
-    if not shown:
-        return []
-    return [
-        "## Losses",
-        f"The last losses that were logged up to step {step:,}, in nats per token.",
-        _table(["", *modalities], shown),
-    ]
+    text = f"The last losses that were logged up to step {step:,}, in nats per token."
+    return ["## Losses", text, _table(["", *modalities], shown)] if shown else []
 
 
 def _data(data: dict[str, Any], identity: dict[str, Any]) -> list[str]:
@@ -136,13 +128,6 @@ def _sources(folder: Path, hashed: str) -> list[str]:
         return list(load_manifest(folder).about.get("sources") or []) if manifest_hash(folder) == hashed else []
     except (UserError, OSError):
         return []
-
-
-def _configuration(config: dict[str, Any]) -> list[str]:
-    if not config:
-        return []
-    text = yaml.safe_dump(without_roots(config), sort_keys=False, allow_unicode=True)
-    return ["## Configuration", f"```yaml\n{text}```"]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

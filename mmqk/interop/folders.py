@@ -20,16 +20,9 @@ from torch import Tensor
 from mmqk.checkpoint import PREFIX, load_checkpoint, model_of, newest_checkpoint, save_checkpoint
 from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.store import (
-    DamagedFile,
-    OneSentenceParser,
-    UserError,
-    check_empty,
-    find_file,
-    new_folder,
-    read_json,
-    read_run,
-)
+from mmqk.store import OneSentenceParser, UserError, check_empty, find_file, new_folder, read_run
+from mmqk.store.files import DamagedFile, read_json
+from mmqk.store.formatting import plain
 from mmqk.store.metrics import parse_vocab_sizes
 
 from .card import model_card
@@ -64,43 +57,37 @@ def main(argv: list[str] | None = None) -> int:
         description="Convert weights and configuration of a Hugging Face model to mmqk, or of a run to Hugging Face.",
         epilog=EPILOG,
     )
-    parser.add_argument(
-        "--from", dest="source", type=Path, required=True, help="a folder with config.json, or a run folder"
-    )
-    parser.add_argument("--to", type=Path, required=True, help="the folder to write")
-    parser.add_argument(
-        "--vocab-sizes",
-        help="number of ids of each modality of a Hugging Face model, in id order: text=65536,image=8192",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="model.FIELD=VALUE",
-        help="change the architecture and keep the function near, as in a fork; repeatable",
-    )  # fmt: skip
-    parser.add_argument(
-        "--batch", type=Path,
-        help="for --set: .npy of ids (sequences, tokens) for the fit of new gains (default: the run's own data)",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("--from", dest="source", type=Path, required=True, help="a folder with config.json, or a run folder")
+    add("--to", type=Path, required=True, help="the folder to write")
+    text = "number of ids of each modality of a Hugging Face model, in id order: text=65536,image=8192"
+    add("--vocab-sizes", help=text)
+    text = "change the architecture and keep the function near, as in a fork; repeatable"
+    add("--set", action="append", default=[], metavar="model.FIELD=VALUE", help=text)
+    text = "for --set: .npy of ids (sequences, tokens) for the fit of new gains (default: the run's own data)"
+    add("--batch", type=Path, help=text)
     args = parser.parse_args(argv)
     check_empty(args.to, "--to")
     if args.batch is not None and not args.set:
         raise UserError("--batch is for a change of the architecture: give --set too, or remove it.")
-    if args.set and (args.source / "config.json").exists() | (args.source / "checkpoints").is_dir():
-        _changed(args.source, args.to, args.vocab_sizes, args.set, args.batch)
-    elif (args.source / "config.json").exists():
-        _to_mmqk(args.source, args.to, args.vocab_sizes)
-    elif (args.source / "checkpoints").is_dir():
-        if args.vocab_sizes is not None:
-            raise UserError(f"--vocab-sizes is for a Hugging Face folder, but {args.source} is a run: remove it.")
-        _to_huggingface(args.source, args.to)
-    else:
+    sizes = None if args.vocab_sizes is None else parse_vocab_sizes(args.vocab_sizes)
+    is_huggingface = (args.source / "config.json").exists()
+    if not is_huggingface and not (args.source / "checkpoints").is_dir():
         raise UserError(
             f"{args.source} has neither config.json (Hugging Face) nor checkpoints (a run): give another --from."
         )
+    if sizes is not None and not is_huggingface:
+        raise UserError(f"--vocab-sizes is for a Hugging Face folder, but {args.source} is a run: remove it.")
+    if args.set:
+        _changed(args.source, args.to, sizes, args.set, args.batch)
+    elif is_huggingface:
+        _to_mmqk(args.source, args.to, sizes)
+    else:
+        _to_huggingface(args.source, args.to)
     return 0
 
 
-def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
-    sizes = None if vocab_sizes is None else parse_vocab_sizes(vocab_sizes)
+def _to_mmqk(source: Path, out: Path, sizes: dict[str, int] | None) -> None:
     hf_model = read_huggingface(source)
     model = adopt(hf_model, sizes)
     write_run(model, out)
@@ -110,20 +97,22 @@ def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
         print("The image tokenizer (vqmodel) is not converted: the model reads image tokens as ids.")
 
 
-def _changed(source: Path, out: Path, vocab_sizes: str | None, words: list[str], file: Path | None) -> None:
+def _changed(source: Path, out: Path, sizes: dict[str, int] | None, words: list[str], file: Path | None) -> None:
     """Write a model with another architecture, as a Hugging Face folder if a class can hold it."""
-    from .surgery import batch_for, describe, fields_of, operate
+    from .surgery import batch_for, fields_of, operate
 
     fields = fields_of(words)
     if (source / "config.json").exists():
-        model = adopt(read_huggingface(source), None if vocab_sizes is None else parse_vocab_sizes(vocab_sizes))
+        model = adopt(read_huggingface(source), sizes)
         dtype = model.embed.weight.dtype
     else:
         saved = load_checkpoint(newest_checkpoint(source), "give another --from")
         model, dtype = model_of(saved), saved["state_dict"][f"{PREFIX}embed.weight"].dtype
     batch, origin = batch_for(model.config, source, file)
     new, _, change = operate(model.float(), fields, batch)
-    print(describe(change, batch, origin))
+    print(f"on {len(batch.ids_BT)} {origin}\nlogits differ by {plain(change.logits, 2)} of their RMS")
+    for name, (before, after) in change.loss.items():
+        print(f"loss {name} {before:.4f} -> {after:.4f}")
     new = new.to(dtype)
     try:
         architecture = architecture_of(new.config)
@@ -167,26 +156,23 @@ def read_huggingface(folder: Path, known: Collection[str] | None = READ) -> PreT
     Raises:
         UserError: the architecture is unknown, files are damaged or missing, or transformers is not installed.
     """
-    config = read_json(folder / "config.json", {"architectures": list | None}, "download the model again.")
-    if config is None:
-        raise UserError(f"{folder / 'config.json'} cannot be read: download the model again.")
-    named = config.get("architectures") or ["none"]
-    if known is not None and named[0] not in known:
-        raise UserError(f"{folder} has the architecture {named[0]}: mmqk reads {', '.join(known)}.")
+    config = read_json(folder / "config.json", {"architectures": list | None}, "download the model again.") or {}
+    name = str((config.get("architectures") or ["none"])[0])
+    if known is not None and name not in known:
+        raise UserError(f"{folder} has the architecture {name}: mmqk reads {', '.join(known)}.")
     transformers = import_transformers()
-    if not hasattr(getattr(transformers, str(named[0]), None), "config_class"):
-        raise UserError(f"{folder} has the architecture {named[0]}, which this version of transformers does not have.")
-    kind = getattr(transformers, named[0]).config_class.model_type
-    if config.get("model_type", kind) != kind:
-        raise UserError(
-            f"{folder / 'config.json'} has the architecture {named[0]} but the model_type {config['model_type']}, not"
-            f" {kind}: correct the wrong one."
-        )
+    kind: Any = getattr(transformers, name, None)
+    if not hasattr(kind, "config_class"):
+        raise UserError(f"{folder} has the architecture {name}, which this version of transformers does not have.")
+    needed = kind.config_class.model_type
+    if (stated := config.get("model_type", needed)) != needed:
+        file = folder / "config.json"
+        raise UserError(f"{file} has the architecture {name} but the model_type {stated}, not {needed}: correct one.")
     if (folder / "adapter_config.json").exists():
         raise UserError(f"{folder} has an adapter (adapter_config.json): merge it into the weights first.")
     try:
         with _quiet(transformers):
-            model, info = getattr(transformers, named[0]).from_pretrained(
+            model, info = kind.from_pretrained(
                 str(folder),
                 local_files_only=True,
                 dtype=_widest_dtype(folder),
@@ -201,29 +187,26 @@ def read_huggingface(folder: Path, known: Collection[str] | None = READ) -> PreT
     if missing:
         raise UserError(f"{folder} has no weights for {missing[0]}: check that its files are complete.")
     if info["mismatched_keys"]:
-        name, stored, expected = sorted(info["mismatched_keys"])[0]
+        weight, stored, expected = sorted(info["mismatched_keys"])[0]
         raise UserError(
-            f"{folder} has {name} of shape {tuple(stored)}, but config.json needs {tuple(expected)}: the files belong"
+            f"{folder} has {weight} of shape {tuple(stored)}, but config.json needs {tuple(expected)}: the files belong"
             " to two models."
         )
-    unknown = sorted(info["unexpected_keys"])
-    if unknown:
-        raise UserError(f"{folder} has weights {unknown[0]}, which {named[0]} does not have.")
+    if unknown := sorted(info["unexpected_keys"]):
+        raise UserError(f"{folder} has weights {unknown[0]}, which {name} does not have.")
     return model.eval()
-
-
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def _widest_dtype(folder: Path) -> torch.dtype | str:
     """Return the dtype that can hold all weights of the safetensors files; "auto", the dtype in config.json, for
     other files."""
-    found: set[torch.dtype] = set()
+    floats = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    found: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            names = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        found |= {_FLOATS[name] for name in names if name in _FLOATS}
-    return functools.reduce(torch.promote_types, found) if found else "auto"
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    dtypes = [floats[name] for name in found if name in floats]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else "auto"
 
 
 def read_model(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -290,7 +273,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def tokenizer_files(folder: Any, recorded: Any) -> tuple[dict[str, str], str]:
+def tokenizer_files(folder: str | None, recorded: str | None) -> tuple[dict[str, str], str]:
     """Return the contents of tokenizer.json and tokenizer_config.json by file name, and a sentence about the files.
 
     If the tokenizer of the run is not available, there are no files and the sentence gives the reason. The ids are
@@ -301,17 +284,14 @@ def tokenizer_files(folder: Any, recorded: Any) -> tuple[dict[str, str], str]:
         folder: ``data.tokenizers`` in the configuration of the run.
         recorded: hash of the tokenizers in the identity of the run.
     """
-    if not isinstance(folder, str) or not recorded:
+    if not folder or not recorded:
         return {}, "no tokenizer is included, because run.json names none"
     try:
         present = tokenizers_hash(find_file(folder))
     except UserError:  # a file is missing
         present = ""
     if present != recorded:
-        return {}, (
-            f"no tokenizer is included, because {folder:.200} does not have the tokenizers of the run"
-            f" ({recorded!s:.40})"
-        )
+        return {}, f"no tokenizer is included, because {folder} does not have the tokenizers of the run ({recorded})"
     content = json.loads(TextTokenizer.load(find_file(folder)).to_json())
     vocabulary = content["model"]["vocab"]
     shifted = {text: id + len(SPECIALS) for text, id in vocabulary.items()}

@@ -151,7 +151,11 @@ def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = Non
     if not type(hf_model).__module__.startswith("transformers."):
         raise UserError(f"{architecture} is not a class of transformers: its forward may differ.")
     hf_weights = hf_model.state_dict()
-    _check_tensors(hf_weights)
+    for name, tensor in hf_weights.items():
+        if tensor.is_meta:
+            raise UserError(f"{name} is not in memory: load the model without offloading.")
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise UserError(f"{name} is {tensor.dtype}: load the model unquantized.")
     try:
         config = config_of(hf_model, vocab_sizes)
         # On the meta device no weights are drawn or allocated; the tensors of hf_model are assigned below.
@@ -212,14 +216,14 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
     fields: dict[str, Any] = {}
     if family.gemma:
         fields["embed_sqrt_d"] = True
-        fields["attn_scale"] = _scale(c.query_pre_attn_scalar**-0.5, head_dim)
+        scale, named = c.query_pre_attn_scalar**-0.5, {head_dim**-0.5: "rsqrt", 1 / head_dim: "inverse", 1.0: "none"}
+        fields["attn_scale"] = named.get(scale, scale)
         fields["final_softcap"] = c.final_logit_softcapping
     if architecture == GEMMA2:
         fields["attn_softcap"] = c.attn_logit_softcapping
     elif family.gemma and c.attn_logit_softcapping is not None:
-        raise no_counterpart(
-            "attn_logit_softcapping", c.attn_logit_softcapping, "Gemma3ForCausalLM itself does not apply it"
-        )
+        why = "Gemma3ForCausalLM itself does not apply it"
+        raise no_counterpart("attn_logit_softcapping", c.attn_logit_softcapping, why)
     return ModelConfig(
         vocab_sizes=vocab_sizes,
         d_model=width,
@@ -249,32 +253,21 @@ def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None
     Raises:
         UserError: the sizes do not add up to the vocabulary, or the image ids have gaps.
     """
-    stored = getattr(config, STORED_SIZES, None)
+    stored: Any = getattr(config, STORED_SIZES, None)
     if given is None and stored is None:
         return _by_vocabulary(getattr(config, "vocabulary_map", None) or {}, vocab_size)
-    try:
-        pairs = list(given.items() if given is not None else stored or ())
-        vocab_sizes = {name: int(size) for name, size in pairs}
-        if len(vocab_sizes) < len(pairs) or any(vocab_sizes[name] != size for name, size in pairs):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise UserError(
-            f"The model's config.{STORED_SIZES} is {stored!r}, not names and sizes: give vocab_sizes."
-        ) from None
-    if not vocab_sizes or sum(vocab_sizes.values()) != vocab_size:
+    vocab_sizes: dict[str, int] = dict(stored if given is None else given)
+    if sum(vocab_sizes.values()) != vocab_size:
         named = ", ".join(f"{name}={size}" for name, size in vocab_sizes.items())
         raise UserError(
-            f"The sizes {named or '(none)'} add up to {sum(vocab_sizes.values())}, but the vocabulary has"
-            f" {vocab_size} ids: give each id to one modality."
+            f"The sizes {named} add up to {sum(vocab_sizes.values())}, but the vocabulary has {vocab_size} ids: give"
+            " each id to one modality."
         )
     return vocab_sizes
 
 
 def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, int]:
-    image = [i for name, i in vocabulary.items() if name.startswith(IMAGE_PREFIX)]
-    if not all(isinstance(i, int) for i in image):
-        raise UserError("The model's config.vocabulary_map has image ids that are not integers: give vocab_sizes.")
-    image.sort()
+    image = sorted(i for name, i in vocabulary.items() if name.startswith(IMAGE_PREFIX))
     if not image:
         return {"text": vocab_size}
     start, end = image[0], image[-1] + 1
@@ -289,11 +282,6 @@ def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, 
     return {name: size for name, size in sizes.items() if size}
 
 
-def _scale(value: float, head_dim: int) -> str | float:
-    named = {head_dim**-0.5: "rsqrt", 1 / head_dim: "inverse", 1.0: "none"}
-    return named.get(value, value)
-
-
 def _layers(architecture: str, c: Any) -> dict[str, Any]:
     """Return the fields for windows and rotary positions. Gemma 3 has separate frequencies in windowed layers."""
     kinds = list((_FAMILIES[architecture].windows and c.layer_types) or ["full_attention"] * c.num_hidden_layers)
@@ -306,27 +294,21 @@ def _layers(architecture: str, c: Any) -> dict[str, Any]:
     theta, scaling = rope.get("full_attention") or rope["sliding_attention"]
     local = rope.get("sliding_attention", (theta, scaling))
     if local != (theta, scaling) and local[1].kind != "none":
-        raise no_counterpart(
-            "rope_parameters.sliding_attention", c.rope_parameters["sliding_attention"],
-            "windowed layers need unscaled frequencies, or those of the other layers",
-        )  # fmt: skip
+        why = "windowed layers need unscaled frequencies, or those of the other layers"
+        raise no_counterpart("rope_parameters.sliding_attention", c.rope_parameters["sliding_attention"], why)
     local_theta = None if local == (theta, scaling) else local[0]
     return fields | {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta}
 
 
 def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
     """Return (window, global_every) for these layer types."""
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise no_counterpart("layer_types", kind, "layers must be full_attention or sliding_attention")
-    if "sliding_attention" not in kinds:
+    if set(kinds) == {"full_attention"}:
         return 0, 0
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
     expected = ["full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds))]
     if kinds != expected:
-        raise no_counterpart(
-            "layer_types", kinds, "full_attention must be the last layer of each period"
-        )  # fmt: skip
+        why = "layers must be full_attention or sliding_attention, with full_attention as the last layer of each period"
+        raise no_counterpart("layer_types", kinds, why)
     if not c.sliding_window:
         raise no_counterpart("sliding_window", c.sliding_window, "layer_types has sliding_attention")
     return c.sliding_window, every
@@ -338,20 +320,15 @@ def _rope(field: str, parameters: Mapping[str, Any]) -> tuple[float, RopeScaling
     if kind not in ("default", "linear", "llama3"):
         raise no_counterpart(f"{field}.rope_type", kind, "use default, linear or llama3")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise no_counterpart(
-            f"{field}.partial_rotary_factor", parameters["partial_rotary_factor"], "RoPE rotates all channels"
-        )  # fmt: skip
+        factor = parameters["partial_rotary_factor"]
+        raise no_counterpart(f"{field}.partial_rotary_factor", factor, "RoPE rotates all channels")
     if kind == "default":
         return theta, RopeScalingConfig()
-    if kind == "linear":
-        return theta, RopeScalingConfig("linear", float(parameters["factor"]))
-    return theta, RopeScalingConfig(
-        "llama3",
-        float(parameters["factor"]),
-        float(parameters["low_freq_factor"]),
-        float(parameters["high_freq_factor"]),
-        parameters["original_max_position_embeddings"],
-    )
+    names = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    fields: dict[str, Any] = {name: float(parameters[name]) for name in names}
+    if kind == "llama3":
+        fields["original_length"] = parameters["original_max_position_embeddings"]
+    return theta, RopeScalingConfig(kind, **fields)
 
 
 def _check_fields(c: Any) -> None:
@@ -359,21 +336,14 @@ def _check_fields(c: Any) -> None:
         raise UserError("The model's config has no rope_parameters: update to transformers 5 or later.")
     if getattr(c, "quantization_config", None) is not None:
         raise no_counterpart("quantization_config", "set", "load the model unquantized")
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(c, name, False):
-            raise no_counterpart(name, True, "its matrices have no biases")
-    if getattr(c, "use_bidirectional_attention", False):
-        raise no_counterpart("use_bidirectional_attention", True, "its attention is causal")
-    if not getattr(c, "is_causal", True):
-        raise no_counterpart("is_causal", False, "its attention is causal")
-
-
-def _check_tensors(hf_weights: Mapping[str, Tensor]) -> None:
-    for name, tensor in hf_weights.items():
-        if tensor.is_meta:
-            raise UserError(f"{name} is not in memory: load the model without offloading.")
-        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise UserError(f"{name} is {tensor.dtype}: load the model unquantized.")
+    for name, needed, why in (
+        ("attention_bias", False, "its matrices have no biases"),
+        ("mlp_bias", False, "its matrices have no biases"),
+        ("use_bidirectional_attention", False, "its attention is causal"),
+        ("is_causal", True, "its attention is causal"),
+    ):
+        if (value := bool(getattr(c, name, needed))) != needed:
+            raise no_counterpart(name, value, why)
 
 
 def no_counterpart(field: str, value: object, why: str) -> UserError:

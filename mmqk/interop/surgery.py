@@ -22,7 +22,6 @@ from mmqk.data.ids import load_ids
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.transformer import Block
 from mmqk.store import UserError, read_run
-from mmqk.store.formatting import plain
 from mmqk.training.fork.measure import Change, change_of_function
 from mmqk.training.fork.weights import Carried, carry
 
@@ -75,13 +74,6 @@ def batch_for(config: ModelConfig, source: Path, file: Path | None) -> tuple[Tok
     target_BT[:, -1] = False
     modality_BT = torch.bucketize(ids_BT, ends, right=True)
     return TokenBatch(ids_BT, modality_BT, target_BT, valid_BT, target_BT.sum()), origin
-
-
-def describe(change: Change, batch: TokenBatch, origin: str) -> str:
-    """Return the distance in logits and the losses before and after, as lines."""
-    lines = [f"on {len(batch.ids_BT)} {origin}", f"logits differ by {plain(change.logits, 2)} of their RMS"]
-    lines += [f"loss {name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items()]
-    return "\n".join(lines)
 
 
 def operate(

@@ -185,12 +185,11 @@ def chameleon_vocabulary(vocab_sizes: Mapping[str, int]) -> dict[str, int]:
 
     Chameleon spells the number in letters: code 12 is IMGIMGBCZ.
     """
-    start, vocabulary = 0, {}
+    start, vocabulary = 0, dict[str, int]()
     for name, size in vocab_sizes.items():
         if name == "image":
-            for code in range(size):
-                letters = "".join(chr(ord("A") + int(digit)) for digit in str(code))
-                vocabulary[f"{IMAGE_PREFIX}{letters}Z"] = start + code
+            letters = str.maketrans("0123456789", "ABCDEFGHIJ")
+            vocabulary = {f"{IMAGE_PREFIX}{str(code).translate(letters)}Z": start + code for code in range(size)}
         start += size
     return vocabulary
 

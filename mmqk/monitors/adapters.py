@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from torch import Tensor, nn
@@ -65,13 +64,10 @@ class Adapter:
         found = [site for site in self.sites if re.fullmatch(site.module, path)]
         if not found or self.layers is None:
             return found
-        inside, beside = self.layer_at(path) is not None, path.rpartition(".")[0] in self._parents
+        # Modules that have a list of layers and its final norm: model for model.layers.0 and model.norm.
+        parents = {layer.rpartition(".")[0].rpartition(".")[0] for layer in self.layers}
+        inside, beside = self.layer_at(path) is not None, path.rpartition(".")[0] in parents
         return [site for site in found if (beside if site.name == "final" else inside)]
-
-    @cached_property
-    def _parents(self) -> set[str]:
-        """The modules that have a list of layers and its final norm: model for model.layers.0 and model.norm."""
-        return {layer.rpartition(".")[0].rpartition(".")[0] for layer in self.layers or ()}
 
     def layer_at(self, path: str) -> str | None:
         """Return the path of the layer in `layers` that has the module with this path; None if there is none."""

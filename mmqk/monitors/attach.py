@@ -88,7 +88,12 @@ def attach(
     Raises:
         UserError: an invalid range or name, or a count below its minimum.
     """
-    _check_options(model, every_n_steps, sequences)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is {model!r}: pass the nn.Module that the training loop calls")
+    if every_n_steps < 0 or every_n_steps != int(every_n_steps):
+        raise UserError(f"every_n_steps is {every_n_steps}: give a whole number of steps, or 0 for no probes")
+    if sequences < 1:
+        raise UserError(f"sequences is {sequences}: a probe needs at least 1")
     modalities = modalities_of(model, modality, names)
     checked_sides = check_sides(sides or {}, modalities.names)
     adapter = adapter or adapter_for(unwrapped(model))
@@ -97,15 +102,6 @@ def attach(
     alarms = summary.LiveAlarms(AlarmRules(warmup_steps, max_steps), on_alarm)
     folder = None if out is None else Path(out)
     return Watch(model, prober, every_n_steps, folder, log, alarms, Losses(modalities), strict, updates)
-
-
-def _check_options(model: Any, every_n_steps: float, sequences: int) -> None:
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model is {model!r}: pass the nn.Module that the training loop calls")
-    if every_n_steps < 0 or every_n_steps != int(every_n_steps):
-        raise UserError(f"every_n_steps is {every_n_steps}: give a whole number of steps, or 0 for no probes")
-    if sequences < 1:
-        raise UserError(f"sequences is {sequences}: a probe needs at least 1")
 
 
 @dataclass
@@ -175,8 +171,8 @@ class Watch:
         if self._step_times is not None and not self._tried:
             self._step_times.append(time.perf_counter())
         is_due = self._due(previous, self.steps)
-        values = self.updates.values() if self.updates is not None else {}
-        values = values if is_due else {}
+        measured = self.updates.values() if self.updates is not None else {}
+        values = measured if is_due else {}
         self.losses.end_step(self.steps, loss, self.prober.device)
         call = None
         try:
@@ -225,7 +221,8 @@ class Watch:
 
         `Probe.flat` converts it to ``{tag: number}``.
         """
-        return self._probe(*copied((), inputs, unwrapped(self.model)))
+        self.prober.autocast = self._last_call.autocast
+        return self.prober.probe(*copied((), inputs, unwrapped(self.model)))
 
     def close(self, status: str = "completed") -> None:
         """Remove the hook and close the files; a second call does nothing.
@@ -248,10 +245,6 @@ class Watch:
 
     # The probe
 
-    def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
-        self.prober.autocast = self._last_call.autocast
-        return self.prober.probe(args, kwargs)
-
     def _values(self, call: Call | None, is_copy: bool) -> dict[str, float]:
         """Return the numbers of a probe of the last call; empty if its batch is empty or no copy on any rank."""
         if call is not None:
@@ -269,7 +262,8 @@ class Watch:
             return {}
         is_first, self._tried = self._step_times is not None, True
         start = self._synchronized_time() if is_first else 0.0
-        values = self._probe(*call).flat()
+        self.prober.autocast = self._last_call.autocast
+        values = self.prober.probe(*call).flat()
         assert self.layers is not None
         values["attn_layers_seen"] = self.layers.seen
         values["attn_layers_hidden"] = len(self.layers.hidden)
@@ -334,7 +328,7 @@ class Watch:
             read = [x.call for x in seen if x.call is not None]
             scales = ", ".join(sorted({f"{x.scale:.3g}" for x in read}))
             caps = ", ".join(sorted({"none" if x.softcap is None else f"{x.softcap:g}" for x in read}))
-            return f" · {fingerprint(seen)}; scale {scales}; cap {caps}" if read else ""
+            return f"{fingerprint(seen)}; scale {scales}; cap {caps}" if read else ""
         return ""
 
     def _synchronized_time(self) -> float:
@@ -347,14 +341,13 @@ class Watch:
         assert self.prober.tokens_M is not None and self.layers is not None and self._step_times is not None
         tokens_M = summed(self.prober.tokens_M)
         if rank() == 0:
-            tokens = dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
+            prober, tokens = self.prober, dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
-            line = summary.summary_line(
-                self.layers, tokens, self.prober.records, seconds, step_seconds, self.every_n_steps
+            parts = summary.summary_parts(
+                self.layers, tokens, prober.records, seconds, step_seconds, self.every_n_steps
             )
-            line += summary.restored_note(self.prober.changed) + self._attention_note(call)
-            origin = self.prober.modalities.origin
-            line += f" · {origin}" if origin else ""
-            print(line + summary.missing_series(values, self.prober.modalities.names), flush=True)
-            if not origin:
+            parts += [summary.restored_note(prober.changed), self._attention_note(call), prober.modalities.origin]
+            parts.append(summary.missing_series(values, prober.modalities.names))
+            print(f"mmqk: {' · '.join(filter(None, parts))}", flush=True)
+            if not prober.modalities.origin:
                 summary.warn_of_absent(tokens)

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities, F statist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -30,6 +30,7 @@ from mmqk.monitors.formulas.attention import (
     participation,
 )
 from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, Sums, output_statistics, selection, sums
+from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store.metrics import tag as uncached_tag
 
 # Computes the value of each tag, and the number of values in its mean, from the merged tensors of a part.
@@ -75,6 +76,17 @@ class Probe:
         """Add one mean for each tag, from its count and sum."""
         raw = {"sum": sums.sum, "count": sums.count}
         self.add(tags, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
+
+    def add_matrices(self, matrices: Iterable[tuple[str, list[str], int, Tensor]]) -> None:
+        """Add the norm, spectral norm and stable rank of matrices, each given by name, modality, layer and weight;
+        the modality is empty if the modalities share the matrix."""
+        tags: list[str] = []
+        values: list[Tensor] = []
+        for name, modality, layer, weight in matrices:
+            tags += [tag(f"{name}_{size}", *modality, layer=layer) for size in ("norm", "spectral", "stable_rank")]
+            values += matrix_sizes(weight)
+        if values:
+            self.add_values(tags, torch.stack(values))
 
     def merged(self) -> Probe:
         """Merge the probe over all ranks and return it. This is a collective call; every rank must have probed the
@@ -255,12 +267,13 @@ class Collector:
             softmax: whether the weights are the softmax of these logits; if not, entropy, mass and rank are left out.
             sink_H: logit of each head's sink, or None.
         """
-        statistics = self._logits(layer, None, q_BHTK, k_BHSK, scale, pairs, softcap, softmax, sink_H)
-        if self.heads:
-            for head in range(q_BHTK.shape[1]):
-                q, k = q_BHTK[:, head : head + 1], k_BHSK[:, head : head + 1]
-                sink_1 = None if sink_H is None else sink_H[head : head + 1]
-                self._logits(layer, head, q, k, scale, pairs.one_head, softcap, softmax, sink_1)
+        statistics = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
+        self._logits(layer, None, statistics, softmax)
+        for head in range(q_BHTK.shape[1]) if self.heads else ():
+            q, k = q_BHTK[:, head : head + 1], k_BHSK[:, head : head + 1]
+            sink_1 = None if sink_H is None else sink_H[head : head + 1]
+            of_head = attention_statistics(q, k, scale, pairs.one_head, softcap, sink_1)
+            self._logits(layer, head, of_head, softmax)
         visible_sq_MMH = statistics.square / scale**2
         growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, visible_sq_MMH)
         self._probe.add(
@@ -274,10 +287,8 @@ class Collector:
         )
         self._probe.add_means(self._tags("k_common", layer), common_mode(k_BHSK, self.selected_MBT))
         if softmax:
-            rank_HB = statistics.rank
-            if rank_HB is None:
-                visible, reach = pairs.visible_BTS, pairs.reach
-                rank_HB = attention_rank(q_BHTK, k_BHSK, scale, visible, softcap, reach, sink_H)
+            if (rank_HB := statistics.rank) is None:
+                rank_HB = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap, pairs.reach, sink_H)
             self._rank(layer, rank_HB, pairs)
 
     def weights(
@@ -335,19 +346,7 @@ class Collector:
             self._probe.add_means(self._tags("sink_mass", layer), Sums(count_FM[-1].clone(), sum_FM[-1]))
         self._rank(layer, torch.cat(ranks_1B), pairs)
 
-    def _logits(
-        self,
-        layer: int,
-        head: int | None,
-        q_BHTK: Tensor,
-        k_BHSK: Tensor,
-        scale: float,
-        pairs: Pairs,
-        softcap: float | None,
-        softmax: bool,
-        sink_H: Tensor | None,
-    ) -> AttentionStatistics:
-        statistics = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
+    def _logits(self, layer: int, head: int | None, statistics: AttentionStatistics, softmax: bool) -> None:
         count_P = statistics.count.flatten().float()
         self._probe.add(
             [*self._pair_tags("attn_logit_max", layer, head), *self._pair_tags("attn_logit_absmax", layer, head)],
@@ -362,7 +361,6 @@ class Collector:
         self._rows(layer, head, statistics.rows, statistics.count, logits=True, weights=softmax)
         if statistics.sink is not None:
             self._probe.add_means(self._tags("sink_mass", layer, head), statistics.sink)
-        return statistics
 
     def _rows(
         self, layer: int, head: int | None, rows: Sums, count_MM: Tensor, logits: bool = False, weights: bool = False

@@ -21,7 +21,7 @@ from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, capped, evaluation_mode
 from mmqk.monitors.collect import NORM_SITES, Collector, Probe
 from mmqk.monitors.formulas.reduce import Pairs, selection, visible_pairs
-from mmqk.monitors.formulas.weights import Absorption, absorption, matrix_sizes
+from mmqk.monitors.formulas.weights import Absorption, absorption
 from mmqk.store.metrics import tag
 
 # Statistics of `residual_absorption`, and the fields of `Absorption`.
@@ -99,7 +99,7 @@ def probe(
         eager_forward(model, batch, observer, NO_EAGER_FP32)
     _weights(model, collector)
     if matrices:
-        _matrices(model, collector)
+        collector.probe.add_matrices(block_matrices(model))
     return collector.probe
 
 
@@ -111,16 +111,6 @@ def block_matrices(model: EarlyFusionTransformer) -> Iterator[tuple[str, list[st
                 *_, name = (part for part in path.split(".") if part.startswith("w_"))
                 copy = [part for part in path.split(".") if part.isdigit()]
                 yield name, [model.config.modalities[int(n)] for n in copy], layer, module.weight
-
-
-def _matrices(model: EarlyFusionTransformer, collector: Collector) -> None:
-    """Add the norm, spectral norm and stable rank of each matrix of each block, including copies per modality."""
-    tags: list[str] = []
-    values: list[Tensor] = []
-    for name, modality, layer, weight in block_matrices(model):
-        tags += [tag(f"{name}_{size}", *modality, layer=layer) for size in ("norm", "spectral", "stable_rank")]
-        values += matrix_sizes(weight)
-    collector.probe.add_values(tags, torch.stack(values))
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.distributed import rank
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import SiteRecord
 from mmqk.store import Alarm, AlarmRules, append_alarms
@@ -22,16 +21,16 @@ from mmqk.store.formatting import percent, plain
 from mmqk.store.metrics import MetricsWriter, last_metrics, parsed_tag
 
 
-def summary_line(
+def summary_parts(
     layers: Layers,
     tokens: Mapping[str, int],
     records: Sequence[SiteRecord],
     seconds: float,
     step_seconds: Sequence[float],
     every_n_steps: int,
-) -> str:
-    """Return the summary line: layers with measured attention, tokens by modality, cost of the first probe, and calls
-    without statistics.
+) -> list[str]:
+    """Return the parts of the summary line: layers with measured attention, tokens by modality, cost of the first
+    probe, and calls without statistics.
 
     Args:
         layers: layers with and without measured attention.
@@ -45,8 +44,8 @@ def summary_line(
     if step_seconds:
         share = seconds / statistics.median(step_seconds)
         cost += f", {percent(share, 3)} of a step, {percent(share / every_n_steps)} of training"
-    parts = [_layers_part(layers, records), "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items()), cost]
-    return "mmqk: " + " · ".join(parts + _notes(records))
+    of_modality = "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items())
+    return [_layers_part(layers, records), of_modality, cost, *_notes(records)]
 
 
 # Statistics that need more than the attention calls. All but the last have one value for each layer.
@@ -54,8 +53,6 @@ SERIES = (
     "attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain", "attn_out_norm", "mlp_out_norm",
     "resid_norm", "final_norm",
 )  # fmt: skip
-
-NOTABLE_MASS = 1e-6  # mass from which `warn_of_mass` warns
 
 
 def missing_series(tags: Collection[str], names: Collection[str]) -> str:
@@ -71,14 +68,11 @@ def missing_series(tags: Collection[str], names: Collection[str]) -> str:
             by_statistic.setdefault(tag.statistic, set()).add(tag.layer)
     layers = len(by_statistic.get("q_norm", ()))
     absent = [name for name in SERIES if name not in by_statistic]
-    partly = [
-        f"{name} in {layers - len(measured)} of {layers} layers"
-        for name in SERIES
-        if (measured := by_statistic.get(name)) and name != "final_norm" and len(measured) < layers
-    ]
+    lacks = {name: layers - len(by_statistic.get(name, ())) for name in SERIES[:-1] if name not in absent}
+    partly = [f"{name} in {n} of {layers} layers" for name, n in lacks.items() if n > 0]
     if not absent + partly:
         return ""
-    return f" · statistics not measured: {', '.join(absent + partly)} (pass an adapter that names their modules)"
+    return f"statistics not measured: {', '.join(absent + partly)} (pass an adapter that names their modules)"
 
 
 def restored_note(changed: Collection[str]) -> str:
@@ -87,7 +81,7 @@ def restored_note(changed: Collection[str]) -> str:
         return ""
     first, *others = sorted(changed)
     more = f" and {len(others)} more" if others else ""
-    return f" · changed by the forward and restored after the probe: {first}{more}"
+    return f"changed by the forward and restored after the probe: {first}{more}"
 
 
 def warn_of_absent(tokens: Mapping[str, int]) -> None:
@@ -101,6 +95,7 @@ def warn_of_absent(tokens: Mapping[str, int]) -> None:
         )
 
 
+NOTABLE_MASS = 1e-6  # mass from which `warn_of_mass` warns
 # What the warning says about attention on each kind of keys that no query should attend to.
 MASS_WARNINGS = {
     "attn_mass_hidden": (
@@ -134,8 +129,8 @@ def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
         )
     text = f"attention measured in {layers.seen} of {layers.total} layers"
     if layers.hidden:
-        help_ = "; F.scaled_dot_product_attention outside torch.jit is measured" if layers.by_hand else ""
-        text += f", not in {', '.join(layers.hidden)} (maxima over layers leave these out{help_})"
+        advice = "; F.scaled_dot_product_attention outside torch.jit is measured" if layers.by_hand else ""
+        text += f", not in {', '.join(layers.hidden)} (maxima over layers leave these out{advice})"
     return text
 
 
@@ -217,15 +212,13 @@ class LiveAlarms:
     _printed: set[tuple[str, str, str | None]] = field(default_factory=set)
 
     def update(self, step: int, values: Mapping[str, float], site: str | None) -> None:
-        """Add the numbers of a step, on the first rank.
+        """Add the numbers of a step; called on the first rank alone.
 
         Args:
             step: optimizer step.
             values: all numbers of the step, by tag.
             site: the first place with a value that is not finite, if it was looked for.
         """
-        if rank() > 0:
-            return
         for alarm in self.rules.update(step, values):
             if alarm.name == "non_finite" and site:
                 alarm = replace(alarm, sentence=f"{alarm.sentence}; the first is {site}")
@@ -240,41 +233,28 @@ class LiveAlarms:
                 self.on_alarm(alarm)
 
 
-def _all(reducer: Callable[[Sequence[float]], float]) -> Callable[[Sequence[float]], float]:
-    """Return a reducer that gives NaN if any value is NaN; Python's max would depend on the order of values."""
-    return lambda values: math.nan if any(map(math.isnan, values)) else reducer(values)
-
-
-REDUCERS = {"max": _all(max), "min": _all(min), "median": _all(statistics.median)}
-# The reducers of each statistic by layer.
-BY_LAYER = {
-    "attn_logit_absmax": ("max",),
-    "attn_entropy": ("median", "min"),
-    "q_norm": ("max", "median"),
-    "k_norm": ("max", "median"),
-    "v_norm": ("max",),
-    "attn_logit_mean": ("median",),
-    "attn_logit_offset_var": ("max",),
-    "attn_logit_spread_var": ("max",),
-    "logit_alignment": ("max",),
-    "resid_norm": ("max",),
-    "attn_out_norm": ("max",),
-    "mlp_out_norm": ("max",),
-    "attn_rank": ("min",),
-    "qk_clip_logit": ("max",),
-    "qk_clip_gamma": ("min",),
+# Reducers over layers, and the statistics that they reduce.
+REDUCERS: dict[str, tuple[Callable[[list[float]], float], str]] = {
+    "max": (
+        max,
+        "attn_logit_absmax q_norm k_norm v_norm attn_logit_offset_var attn_logit_spread_var logit_alignment resid_norm"
+        " attn_out_norm mlp_out_norm qk_clip_logit",
+    ),
+    "median": (statistics.median, "attn_entropy q_norm k_norm attn_logit_mean"),
+    "min": (min, "attn_entropy attn_rank qk_clip_gamma"),
 }
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the reductions over layers of the statistics in `BY_LAYER`; values by head are ignored."""
+    """Return the reductions over layers of the statistics in `REDUCERS`; values by head are ignored."""
     layers: dict[str, list[float]] = {}
     for name, value in metrics.items():
         parsed = parsed_tag(name)
-        if parsed.head is None and parsed.layer is not None and parsed.statistic in BY_LAYER:
+        if parsed.head is None and parsed.layer is not None:
             layers.setdefault(name.rpartition("/")[0], []).append(value)
-    return {
-        f"{series}/{reducer}": float(REDUCERS[reducer](values))
+    return {  # with a NaN, Python's max would depend on the order of values
+        f"{series}/{name}": math.nan if any(map(math.isnan, values)) else float(reduce(values))
+        for name, (reduce, reduced) in REDUCERS.items()
         for series, values in layers.items()
-        for reducer in BY_LAYER[series.split("/")[0]]
+        if series.partition("/")[0] in reduced.split()
     }

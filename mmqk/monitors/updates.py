@@ -31,31 +31,6 @@ MOST_PENDING = 100  # steps whose losses stay on the device at most
 _IGNORED = -100  # a target that torch's cross_entropy leaves out
 
 
-@dataclass
-class Step:
-    """One step of one parameter, as tensors of one element.
-
-    Attributes:
-        name: name of the parameter.
-        is_matrix: whether it has two or more axes.
-        numel: its number of elements.
-        lr: learning rate of the step.
-        factor: factor of gradient clipping; None without clipping.
-        grad_sq: squared norm of the clipped gradient.
-        update_sq: squared norm of the update.
-        over_v: `gradient_over_second_moment`; None for a vector, and for an optimizer other than Adam.
-    """
-
-    name: str
-    is_matrix: bool
-    numel: int
-    lr: float
-    factor: Tensor | None
-    grad_sq: Tensor
-    update_sq: Tensor
-    over_v: Tensor | None
-
-
 class Updates:
     """Measures the steps of optimizers while ``due`` is true. It reads weights and gradients and changes none.
 
@@ -72,7 +47,7 @@ class Updates:
 
     def __init__(self, model: nn.Module, optimizers: Optimizers):
         root = unwrapped(model)
-        self.names = {p: clean(name) for name, p in root.named_parameters()}
+        self.names: dict[Tensor, str] = {p: clean(name) for name, p in root.named_parameters()}
         self.due = False
         self.bad_gradient: str | None = None  # the first gradient of the last backward pass that is not finite
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
@@ -82,9 +57,11 @@ class Updates:
         if any(hasattr(module, "_fsdp_wrapped_module") for module in root.modules()):
             raise UserError("optimizer is not supported with FullyShardedDataParallel: use fully_shard")
         self._before: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the weights before the step, and grad_sq
-        self._steps: list[Step] = []
+        # Parameter, learning rate, and squared norms of the clipped gradient and of the update, factor of clipping and,
+        # for a matrix with Adam, `gradient_over_second_moment`.
+        self._steps: list[tuple[Tensor, float, list[Tensor]]] = []
         self._clips: list[tuple[list[Tensor], Tensor]] = []  # of this step
-        self._factor: Tensor | None = None  # of the last step
+        self._factor = torch.ones(())  # of the last step
         self._n_clips, self._clipped = 0, torch.zeros(())
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in self.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_step) for o in self.optimizers]
@@ -121,19 +98,15 @@ class Updates:
                 if p not in self._before:
                     continue
                 before, grad_sq = self._before.pop(p)
-                state, over_v = optimizer.state.get(p, {}), None
+                update_sq = _whole((_wide(p) - _wide(before)).square().sum())
+                sizes = [grad_sq, update_sq, factors.get(p, torch.ones_like(grad_sq))]
+                state = optimizer.state.get(p, {})
                 moment = state.get("exp_avg_sq")
                 if p.ndim > 1 and moment is not None and moment.shape == p.shape and p.grad is not None:
                     step = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
                     beta2, eps = group["betas"][1], group["eps"]
-                    over_v = _whole(gradient_over_second_moment(p.grad, moment, step, beta2, eps))
-                update_sq = _whole((_wide(p) - _wide(before)).square().sum())
-                self._steps.append(
-                    Step(
-                        self.names[p], p.ndim > 1, p.numel(), float(group["lr"]), factors.get(p), grad_sq, update_sq,
-                        over_v,
-                    )
-                )  # fmt: skip
+                    sizes.append(_whole(gradient_over_second_moment(p.grad, moment, step, beta2, eps)))
+                self._steps.append((p, float(group["lr"]), sizes))
         self._clips = []
 
     # After a step
@@ -147,31 +120,29 @@ class Updates:
         steps, self._steps = self._steps, []
         if not steps:
             return {}
-        one = steps[0].grad_sq.new_ones(())
-        columns = [x for s in steps for x in (s.grad_sq, s.update_sq, _or(s.factor, one), _or(s.over_v, one))]
-        columns += [_or(self._factor, one), self._clipped]
-        numbers = iter(torch.stack([x.to(one) for x in columns]).tolist())  # one transfer
+        tensors = [x for _, _, sizes in steps for x in sizes] + [self._factor, self._clipped]
+        numbers = iter(torch.stack([x.to(tensors[0]) for x in tensors]).tolist())  # one transfer
         values: dict[str, float] = {}
         groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         squares: dict[str, float] = {}
-        names = _groups([step.name for step in steps])
-        for step in steps:
-            grad_sq, update_sq, factor, over_v = (next(numbers) for _ in range(4))
-            squares[step.name] = grad_sq = grad_sq / factor**2 if factor else math.nan
-            for total in (groups[names[step.name]], groups[""]):
+        group_of = _groups([self.names[p] for p, _, _ in steps])
+        for p, lr, sizes in steps:
+            name = self.names[p]
+            grad_sq, update_sq, factor, *over_v = (next(numbers) for _ in sizes)
+            squares[name] = grad_sq = grad_sq / factor**2 if factor else math.nan
+            for total in (groups[group_of[name]], groups[""]):
                 total[0] += grad_sq
                 total[1] += update_sq
-            if not step.is_matrix:
+            if p.ndim < 2:
                 continue
-            values[f"grad_norm/{step.name}"] = math.sqrt(grad_sq)
-            values[f"update_norm/{step.name}"] = math.sqrt(update_sq)
-            if step.lr:
-                values[f"update_rms/{step.name}"] = math.sqrt(update_sq / step.numel) / step.lr
-            if step.over_v is not None:
-                values[f"grad_over_v/{step.name}"] = over_v
+            values[f"grad_norm/{name}"] = math.sqrt(grad_sq)
+            values[f"update_norm/{name}"] = math.sqrt(update_sq)
+            if lr:
+                values[f"update_rms/{name}"] = math.sqrt(update_sq / p.numel()) / lr
+            if over_v:
+                values[f"grad_over_v/{name}"] = over_v[0]
         # A backward pass computes the gradients of the last layers first.
-        bad = {step.name for step in steps if not math.isfinite(squares[step.name])}
-        last = next((name for name in reversed(self.names.values()) if name in bad), None)
+        last = next((name for name in reversed(self.names.values()) if not math.isfinite(squares.get(name, 0))), None)
         self.bad_gradient = None if last is None else f"the gradient of {last}"
         whole_sq, update_sq = groups.pop("")
         for group, (group_sq, group_update_sq) in groups.items():
@@ -207,10 +178,6 @@ def _groups(names: Iterable[str]) -> dict[str, str]:
         else:
             groups[name] = f"{layer[0]}.{layer[1]}" if several else f"layer{layer[1]:02d}"
     return groups
-
-
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    return other if x is None else x
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -274,18 +241,16 @@ class Losses:
                 f"{tuple(targets_BT.shape)}: give logits (B, T, V) or losses (B, T), and targets (B, T)"
             )
         is_target = targets_BT != _IGNORED
-        values = values.detach() if values.dtype == torch.float64 else values.detach().float()
-        log_z_BT = None
+        values, log_z_BT = _wide(values), None
         if values.ndim > targets_BT.ndim:
             self._has_log_z, log_z_BT = True, log_z(values)
             values = log_z_BT - values.gather(-1, targets_BT.masked_fill(~is_target, 0)[..., None])[..., 0]
-        modality_BT, M = self.modalities.of_ids(targets_BT), len(self.modalities.names)
-        selected_M = [(modality_BT == m) & is_target for m in range(M)]
-        counts_M = torch.stack([of.sum() for of in selected_M]).double()
-        losses_M = _sums(values, selected_M)
-        log_zs_M = torch.zeros_like(losses_M) if log_z_BT is None else _sums(log_z_BT, selected_M)
-        sums_3M = torch.stack([counts_M, losses_M, log_zs_M])
-        self._sums_3M = sums_3M if self._sums_3M is None else self._sums_3M + sums_3M
+        modality_BT = self.modalities.of_ids(targets_BT)
+        selected_M = [(modality_BT == m) & is_target for m in range(len(self.modalities.names))]
+        # A product with the selection would spread a NaN to other modalities.
+        three = (torch.ones_like(values), values, torch.zeros_like(values) if log_z_BT is None else log_z_BT)
+        rows = [torch.stack([torch.where(of, x_BT, 0.0).sum() for of in selected_M]).double() for x_BT in three]
+        self._sums_3M = torch.stack(rows) if self._sums_3M is None else self._sums_3M + torch.stack(rows)
 
     @torch.no_grad()
     def end_step(self, step: int, loss: Any, device: torch.device) -> None:
@@ -324,8 +289,3 @@ class Losses:
                 if self._has_log_z:
                     line[tag("log_z", name)] = z / n
         return line
-
-
-def _sums(x_BT: Tensor, selected_M: list[Tensor]) -> Tensor:
-    """Return the sum over each selection. A product with the selection would spread a NaN to other modalities."""
-    return torch.stack([torch.where(of, x_BT, 0.0).sum() for of in selected_M]).double()

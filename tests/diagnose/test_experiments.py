@@ -22,7 +22,6 @@ def outcomes(folder: Path, *fields: str, step: int | None = None, patch: str = "
     assert main([*ARGS, *fields, f"--out={folder}"]) in (0, 3)
     found = run(folder, step, {"data.patch": patch} if patch else None, jobs=2)
     assert list(found.table.index) == list(ARMS) and found.start == 100
-    assert len(found.lines()) == 5 + len(ARMS)
     return found.table["outcome"], found.left_out
 
 

@@ -6,7 +6,6 @@ The steps and values below were taken from the reports by hand.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -48,13 +47,6 @@ def test_a_line_without_a_loss_is_not_a_nan_if_the_iteration_was_skipped(tmp_pat
     skipped = tmp_path / "skipped.txt"
     skipped.write_text(text.rstrip() + " number of skipped iterations:   1 |\n")
     assert np.isfinite(read_log(skipped).metrics["loss"].dropna()).all()
-
-
-def test_every_log_is_small_and_in_the_table():
-    files = sorted(path for path in LOGS.iterdir() if path.suffix != ".md")
-    named = re.findall(r"^\| `([^`]+)` \|", (LOGS / "README.md").read_text(), re.MULTILINE)
-    assert sorted(named) == [path.name for path in files] and len(FACTS) >= 10
-    assert all(path.stat().st_size <= 15_000 for path in files)
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,6 @@ def test_blocks_that_are_given():
         from_transformers(hf_model, {})
     with pytest.raises(UserError, match=r"vocab_sizes\.image is 0: it must be a whole number from 1"):
         from_transformers(hf_model, {"text": 96, "image": 0})
-    hf_model.config.mmqk_vocab_sizes = "text"
-    with pytest.raises(UserError, match="mmqk_vocab_sizes is 'text', not names and sizes"):
-        from_transformers(hf_model)
 
 
 @pytest.mark.parametrize("text", ["", "text", "text=0", "text=1,text=2", "a/b=3"])

@@ -18,8 +18,7 @@ from mmqk.data.tokenize import main as tokenize
 from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.data.tokens.folder import TokenStore
 from mmqk.inspection import main
-from mmqk.inspection.position import Position
-from mmqk.inspection.step import step_batch
+from mmqk.inspection.step import Position, step_batch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError
 from tests.training.batches import recorded

@@ -112,9 +112,8 @@ class Call:
 
         It is 0 in a row without visible keys.
         """
-        v_BHSK, out = self.expanded(self.v_BGSK).float(), []
-        for head in range(self.q_BHTK.shape[1]):
-            out.append(torch.nan_to_num(self.weights(head)[0]) @ v_BHSK[:, head])
+        v_HBSK = self.expanded(self.v_BGSK).float().transpose(0, 1)
+        out = [torch.nan_to_num(self.weights(head)[0]) @ v_BSK for head, v_BSK in enumerate(v_HBSK)]
         return torch.stack(out, 1).to(self.v_BGSK.dtype)
 
 
@@ -175,8 +174,8 @@ def set_mask(call: Call, mask: Tensor) -> None:
         return
     mask = mask.float()
     call.mask, has_weight = mask > MASKED, mask > HIDDEN
-    if (has_weight & ~call.mask).any():
-        call.masked = has_weight & ~call.mask
+    masked = has_weight & ~call.mask
+    call.masked = masked if masked.any() else None
     bias = mask.masked_fill(~has_weight, 0.0)
     if bias.any():
         call.score_mod = lambda z_BTS, head: z_BTS + of_head(bias, head)
@@ -219,10 +218,9 @@ def of_flex(
 
     call.score_mod = of_one_head
     added_BHTS = torch.stack([of_one_head(query.new_zeros(B, T, S), head) for head in range(H)], 1)
-    hidden = added_BHTS <= MASKED
-    if (masked := call.mask & hidden & (added_BHTS > HIDDEN)).any():
-        call.masked = masked
-    call.see_only(~hidden)
+    masked = call.mask & (added_BHTS <= MASKED) & (added_BHTS > HIDDEN)
+    call.masked = masked if masked.any() else None
+    call.see_only(added_BHTS > MASKED)
     return call
 
 
@@ -250,20 +248,9 @@ def of_transformers(
     return call
 
 
-def of_mmqk(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    *,
-    scale: float,
-    kind: str = "softmax",
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
-    **ignored: Any,
-) -> Call:
+def of_mmqk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, kind: str = "softmax", **of: Any) -> Call:
     """Read a call of `mmqk.model.backends.attention` with the backend math."""
-    call = of_transformers(None, query, key, value, mask, scale, softcap, s_aux=sink_H)
+    call = of_transformers(None, query, key, value, mask, of["scale"], of.get("softcap"), s_aux=of.get("sink_H"))
     if kind != "softmax":
         call.no_weights = f"its weights are not a softmax but a {kind}"
     return call
@@ -291,11 +278,8 @@ def of_flash(
     call.softcap = softcap or None
     T = q.shape[2]
     back_TS = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
-    if causal:
-        window_size_right = 0
-    if window_size_left >= 0 or window_size_right >= 0:
-        left = window_size_left if window_size_left >= 0 else T
-        right = window_size_right if window_size_right >= 0 else T
+    left, right = (size if size >= 0 else T for size in (window_size_left, 0 if causal else window_size_right))
+    if min(left, right) < T:
         call.mask = ((back_TS <= left) & (back_TS >= -right))[None, None]
     if alibi_slopes is not None:
         slopes = alibi_slopes.float().reshape(-1, q.shape[1])  # (H,) or (B, H)

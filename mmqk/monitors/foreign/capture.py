@@ -263,10 +263,10 @@ class Capture(TorchFunctionMode):
         origin, first_output = self.origins.of(module_input), next(tensors_in(output), None)
         if self.measurement.may_be_main(origin):
             self.modules[path] = module
-        for x in tensors_in(output):
-            # An output has no origin if an autograd.Function or scripted code computed it, because torch does not
-            # pass these to a TorchFunctionMode.
-            if self.origins.of(x) is None and origin is not None and origin.inputs:
+        # An output has no origin if an autograd.Function or scripted code computed it, because torch does not pass
+        # these to a TorchFunctionMode.
+        for x in tensors_in(output) if origin is not None and origin.inputs else ():
+            if self.origins.of(x) is None:
                 self.origins.set(x, origin)
         self.stream.leave(path, module, module_input, first_output)
         if self.measurement.may_be_main(self.origins.of(first_output)):

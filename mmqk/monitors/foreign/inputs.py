@@ -263,6 +263,17 @@ class UncuttableError(Exception):
     """Raised for a batch whose images cannot be assigned to its sequences; the message gives the reason."""
 
 
+def first_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Return copies of a call's arguments with at most the first ``rows`` sequences, and all of them by name; see
+    `first_rows`."""
+    root, inputs = unwrapped(model), named_inputs(model, args, kwargs)
+    args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), rows))
+    args, kwargs = copied(args, kwargs, root)
+    return args, kwargs, named_inputs(model, args, kwargs)
+
+
 def batch_size(inputs: Inputs) -> int:
     """Return B: the number of rows of the token ids, else of the first tensor with at least two axes, else the length
     of the first list of tensors."""
@@ -346,11 +357,9 @@ def _cut(value: Any, B: int, rows: int, dtype: torch.dtype | None, entries: Mapp
             if not kept:
                 return None  # the sequences have no images: as if the model was called with text alone
             value = value[:kept]
-        elif rows >= B:
-            pass
-        elif value.ndim == 3 and not value.is_floating_point() and value.shape[1] == B and len(value) <= 4:
+        elif rows < B and value.ndim == 3 and not value.is_floating_point() and value.shape[1] == B and len(value) <= 4:
             value = value[:, :rows]
-        elif value.ndim and value.shape[0] == B:
+        elif rows < B and value.ndim and len(value) == B:
             value = value[:rows]
         return value.to(dtype) if low and dtype is not None else value
     if hasattr(value, "batch_select_indices"):  # a cache of transformers

@@ -115,9 +115,7 @@ def _restorer_of(x: Any) -> Callable[[], bool] | None:
     if type(x).__module__.startswith("numpy") and hasattr(x, "bit_generator"):
         bits = x.bit_generator
         return _restorer(lambda: tuple(bits.state.items()), lambda saved: setattr(bits, "state", dict(saved)))
-    if type(x).__name__ == "ndarray":
-        return _restorer(x.copy, partial(x.__setitem__, ...))
-    return None
+    return _restorer(x.copy, partial(x.__setitem__, ...)) if type(x).__name__ == "ndarray" else None
 
 
 def _restorer(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], bool]:
@@ -238,7 +236,10 @@ def isolated(
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         if any(getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()):
-            _disable_cache(root, stack)
+            # Checkpointing disables the KV cache. With one, transformers ignores the borders of packed documents.
+            for config in [getattr(module, "config", None) for module in root.modules()]:
+                if getattr(config, "use_cache", None):
+                    replace(stack, config, "use_cache", False)
         stack.enter_context(evaluation_mode(root))
         state = State(root)
         stack.callback(state.restore)
@@ -248,15 +249,6 @@ def isolated(
             reshard = getattr(module, "reshard", None)
             if reshard is not None and hasattr(module, "unshard"):
                 reshard()
-
-
-def _disable_cache(root: nn.Module, stack: ExitStack) -> None:
-    """Disable the KV cache, as gradient checkpointing does. With a cache, transformers ignores the borders of packed
-    documents."""
-    for module in root.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None):
-            replace(stack, config, "use_cache", False)
 
 
 def _disable_autocast(device: torch.device, stack: ExitStack) -> None:

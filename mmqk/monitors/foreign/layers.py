@@ -14,8 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.collect import Probe
 from mmqk.monitors.foreign.trace import ADDITIONS, SAME_VALUES, Origins
-from mmqk.monitors.formulas.weights import matrix_sizes
-from mmqk.store import UserError, tag
+from mmqk.store import UserError
 
 # Parts of module paths that wrappers add.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
@@ -92,8 +91,7 @@ def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]
     Raises:
         UserError: a layer has no matrix, or its matrices are sharded over ranks.
     """
-    tags: list[str] = []
-    values: list[Tensor] = []
+    named: list[tuple[str, list[str], int, Tensor]] = []
     for layer, prefix in _prefixes(calls):
         matrices = list(_matrices(root.get_submodule(prefix)))
         if not matrices or any(isinstance(weight, DTensor) for _, weight in matrices):
@@ -101,11 +99,8 @@ def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]
                 f"matrices: {prefix or 'the model'} holds no whole weight matrix, as with FSDP: call attach "
                 "without matrices"
             )
-        for name, weight in matrices:
-            tags += [tag(f"{name}_{size}", layer=layer) for size in ("norm", "spectral", "stable_rank")]
-            values += matrix_sizes(weight)
-    if values:
-        probe.add_values(tags, torch.stack(values))
+        named += [(name, [], layer, weight) for name, weight in matrices]
+    probe.add_matrices(named)
 
 
 def _prefixes(calls: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:

@@ -185,7 +185,7 @@ class Measurement:
             vars(pairs)["counts_everywhere"] = counts
             none_BTS = torch.zeros_like(pairs.visible_BTS)
             kinds = {kind: kinds.get(kind, none_BTS) for kind, has in zip(KINDS, has_kinds, strict=True) if has}
-            self._measure(path, call, side, pairs, record.no_weights is None, has_score_mod, kinds)
+            self._measure(record, call, side, pairs, has_score_mod, kinds)
             if side is self.main:
                 self.main_calls.append(record.number)
 
@@ -251,17 +251,10 @@ class Measurement:
         return kinds
 
     def _measure(
-        self,
-        path: str,
-        call: Call,
-        side: Side,
-        pairs: Pairs,
-        has_weights: bool,
-        has_score_mod: bool,
-        kinds: dict[str, Tensor],
+        self, record: SiteRecord, call: Call, side: Side, pairs: Pairs, has_score_mod: bool, kinds: dict[str, Tensor]
     ) -> None:
         layer, q, k = len(self.records) - 1, call.q_BHTK, call.expanded(call.k_BGSK)
-        before = self._before_call.pop(self._layer_of(path), {}) if side is self.main else {}
+        before = self._before_call.pop(self._layer_of(record.path), {}) if side is self.main else {}
         collector = side.collector
         for name, head_dim in (("q", q.shape[-1]), ("k", k.shape[-1])):
             raw_BTD = before.get(f"{name}_raw")
@@ -272,6 +265,7 @@ class Measurement:
                     collector.norm_ratios(f"{name}_weight_gain", layer, before["attn_in"], raw_BTD)
         for site, tensor in (("q", q), ("k", k), ("v", call.v_BGSK)):
             collector.norms(site, layer, tensor)
+        has_weights = record.no_weights is None
         softmax = has_weights and not has_score_mod and not kinds
         sink_H = call.sink_H if softmax else None
         collector.attention(layer, q, k, call.scale, pairs, call.softcap, softmax, sink_H)
@@ -294,8 +288,7 @@ class Measurement:
 
     def _layer_of(self, path: str) -> Any:
         """Return a key of the layer with this module, the same for a layer's sites and its attention call."""
-        layer = None if self.adapter is None else self.adapter.layer_at(path)
-        return layer_of(path) if layer is None else layer
+        return (self.adapter and self.adapter.layer_at(path)) or layer_of(path)
 
     def module(self, path: str, module_input: Tensor | None, output: Tensor | None) -> None:
         """Measure the adapter's sites at this module."""
@@ -361,9 +354,7 @@ class Measurement:
         numbers = layer_numbers([record.path for record in measured])
         by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}
         by_layer = {self._layer_of(record.path): n for record, n in zip(measured, numbers, strict=True)}
-        of_records = []
-        for record in self.records:
-            layer = layer_of(record.path)
-            of_path = 0 if layer is None else layer[1]
-            of_records.append(by_call.get(record.number, by_layer.get(self._layer_of(record.path), of_path)))
-        return of_records
+        return [
+            by_call.get(r.number, by_layer.get(self._layer_of(r.path), (layer_of(r.path) or ("", 0))[1]))
+            for r in self.records
+        ]

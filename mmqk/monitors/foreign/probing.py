@@ -23,6 +23,7 @@ from mmqk.monitors.foreign.inputs import (
     Inputs,
     batch_size,
     find_ids,
+    first_call,
     first_rows,
     named_inputs,
     named_tensors,
@@ -96,10 +97,7 @@ class Prober:
         for name, p in root.named_parameters():
             if kind := kind_of(p):
                 return f"the weight {clean(name)}, which is {kind}"
-        inputs = named_inputs(self.model, args, kwargs)
-        args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), self.sequences))
-        args, kwargs = copied(args, kwargs, root)
-        inputs = named_inputs(self.model, args, kwargs)
+        args, kwargs, inputs = first_call(self.model, args, kwargs, self.sequences)
         modality_BT = self.modalities.of(inputs)
         found: list[str] = []
 
@@ -196,12 +194,8 @@ class Prober:
         agreed(measurement.device)
         probe = probe.merged()
         reason = "cross-attention written with matmul and softmax"
-        measurement.records += [
-            SiteRecord(path, not_measured=reason, other_tokens=True)
-            for path in sorted(
-                capture.cross_products - capture.products - {record.path for record in measurement.records}
-            )
-        ]
+        paths = capture.cross_products - capture.products - {record.path for record in measurement.records}
+        measurement.records += [SiteRecord(path, not_measured=reason, other_tokens=True) for path in sorted(paths)]
         self.layers = capture.layers()
         # Keep no reference to the measurement: it holds masks of shape (B, T, T).
         self.records = measurement.records
@@ -237,8 +231,8 @@ class Prober:
                 f"{tuple(modality_BT.shape)}, so padding is counted: in the modality function, return -1 for padding",
                 stacklevel=7,
             )
-        document_BT = packed_documents(inputs, modality_BT.shape)
-        document_BT = None if document_BT is None else document_BT.to(modality_BT.device)
+        if (document_BT := packed_documents(inputs, modality_BT.shape)) is not None:
+            document_BT = document_BT.to(modality_BT.device)
         main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask, document_BT)
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
         return Measurement(main, others, self.adapter, collective)
@@ -254,12 +248,11 @@ class Prober:
             return
         least = max((part.stop for parts in self.modalities.ranges.values() for part in parts), default=0)
         logits_BTV = find_logits(output, measurement.modality_BT.shape, least, root)
-        # Chameleon's forward replaces the logits of image ids by the smallest number of the dtype.
-        if logits_BTV is not None and (logits_BTV == torch.finfo(logits_BTV.dtype).min).any():
-            return
         if logits_BTV is None or not measurement.may_be_main(origins.of(logits_BTV)):
             return
-        measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
+        # Chameleon's forward replaces the logits of image ids by the smallest number of the dtype.
+        if not (logits_BTV == torch.finfo(logits_BTV.dtype).min).any():
+            measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
 
 
 class Tracing(TorchFunctionMode):

@@ -97,12 +97,8 @@ class StepMonitor:
         if self.window is not None:
             self.window.before_update(optimizer, factor)
         if self._probe_due and (self.config.parameters or self.low_precision):
-            self._before = {
-                p: (p.detach().clone(), group["lr"])
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p in self.named
-            }
+            rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+            self._before = {p: (p.detach().clone(), lr) for p, lr in rates.items() if p in self.named}
         if self._probe_due and self.config.parameters:
             self._sizes = {tag("grad_norm", name): norm for name, norm in grad_norms.items()}
 
@@ -281,53 +277,42 @@ class RunMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, current: TokenBatch | None, forced: bool = False
     ) -> None:
         """Probe and log; ``current`` is the batch of the step, None before the first step and after the last."""
-        c, module = self.config, pl_module
+        c = self.config
+        module: Any = pl_module  # a TrainingModule
         self._probed = trainer.global_step
         if not (c.every_n_steps or forced):
             return
-        model = module.whole_model()  # type: ignore[operator]
+        model = module.whole_model()
         assert isinstance(model, EarlyFusionTransformer)
         values: dict[str, float] = {}
         if trainer.is_global_zero:
-            probed = self._probed_batch(trainer, module, current)
-            values = self._values(trainer, model, probed)
+            batch = self._probed_batch(trainer, module, current)
+            probes = [probe(model, batch, c.heads, pairs=self._pairs, matrices=c.matrices)]
+            if c.precision:
+                with trainer.precision_plugin.val_step_context():
+                    probes.append(residual_absorption(model, batch))
+            values = {name: value for one in probes for name, value in one.flat().items()}
         if c.gradient_agreement and current is not None:
-            values |= gradient_agreement(
-                model,
-                current,
-                lambda half: module.modality_loss_parts(half, model),  # type: ignore[operator]
-            )
+            values |= gradient_agreement(model, current, lambda half: module.modality_loss_parts(half, model))
         if c.sharpness and current is not None and trainer.is_global_zero:
-            values |= sharpness(
-                model,
-                trainer.optimizers[0],
-                lambda: module.modality_loss_parts(current, model).sum(),  # type: ignore[operator]
-            )
+            values |= sharpness(model, trainer.optimizers[0], lambda: module.modality_loss_parts(current, model).sum())
         if self._step_monitor is not None:
             values |= self._step_monitor.sizes()
         _log(trainer, values)
 
-    def _probed_batch(self, trainer: L.Trainer, module: L.LightningModule, current: TokenBatch | None) -> TokenBatch:
+    def _probed_batch(self, trainer: L.Trainer, module: Any, current: TokenBatch | None) -> TokenBatch:
         n = self.config.probe_sequences
         if self.config.probe_split == "heldout":
             assert self.heldout is not None
             heldout = self.heldout.to(module.device).first(n)
             if self._pairs is None and heldout.ids_BT.numel() * heldout.ids_BT.shape[1] <= STORED_PAIRS:
-                self._pairs = pairs_by_reach(module.model.config, heldout)  # type: ignore[union-attr, arg-type]
+                self._pairs = pairs_by_reach(module.model.config, heldout)
             return heldout
         assert current is not None
         if n <= len(current.ids_BT) or self.step_rows is None:
             return current.first(n)  # the first rank has the first sequences
         latest = trainer.global_step * trainer.accumulate_grad_batches - 1
         return self.step_rows(latest, n).to(module.device)
-
-    def _values(self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch) -> dict[str, float]:
-        c = self.config
-        probes = [probe(model, batch, c.heads, pairs=self._pairs, matrices=c.matrices)]
-        if self.config.precision:
-            with trainer.precision_plugin.val_step_context():
-                probes.append(residual_absorption(model, batch))
-        return {name: value for one in probes for name, value in one.flat().items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._step_monitor is None else self._step_monitor.state_dict()

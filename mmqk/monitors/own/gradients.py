@@ -25,7 +25,6 @@ from mmqk.monitors.formulas.reduce import selection
 from mmqk.monitors.formulas.weights import AdamUpdate, Gradients, HalfProducts, RadialBudget, half_products
 from mmqk.store.metrics import tag
 
-MATRICES = ("w_q", "w_k")
 MOVED = 1e-4  # of the norm of the weights, for the differences of `sharpness`
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "fixed_norm", "update_clip")
 
@@ -37,7 +36,7 @@ def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], lis
         (name, layer): [
             cast(nn.Parameter, m.weight) for m in getattr(attention, name).modules() if isinstance(m, nn.Linear)
         ]
-        for name in MATRICES
+        for name in ("w_q", "w_k")
         for layer, attention in enumerate(cast(Block, block).attention for block in model.blocks)
     }
 
@@ -105,13 +104,11 @@ class BudgetWindow:
             state = optimizer.state.get(p)
             if not state:
                 continue  # no loss has depended on this parameter yet
+            settings = self._settings[p]
             if "exp_avg" not in state:  # the state of Muon
-                settings = self._settings[p]
                 budget.add_whole(before, p.detach(), settings["lr"] * settings["weight_decay"])
                 continue
             step = torch.as_tensor(state["step"], dtype=torch.float64)
-            shared = state["exp_avg"].shape == p.shape
-            settings = dict(self._settings[p])
             clips = settings.pop("update_clip", False)
             update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **settings)
             if clips and p.grad is not None:
@@ -119,7 +116,7 @@ class BudgetWindow:
                 second = update.second_moment.double() / (1 - update.betas[1] ** update.step)
                 rms = (p.grad.double().square() / second.clamp_min(update.eps**2)).mean().sqrt()
                 update = replace(update, lr=update.lr / rms.clamp_min(1.0))
-            if shared:
+            if state["exp_avg"].shape == p.shape:
                 budget.add(self._clipped(p, gradients), update)
             else:
                 self._add_split(budget, update, state["exp_avg"])
@@ -203,23 +200,15 @@ class BudgetWindow:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        device = self.parameters[0].device
-        self.steps = state["steps"]
-        self.clip_sum, self.present_M = (_moved(state[name], device) for name in ("clip_sum", "present_M"))
-        self.budgets = []
-        for p, saved in zip(self.parameters, state["budgets"], strict=True):
-            budget = RadialBudget(None, len(self.names))
-            vars(budget).update({name: _moved(saved[name], p.device) for name in vars(budget)})
-            self.budgets.append(budget)
+        state = tree_map_only(Tensor, lambda x: x.to(self.parameters[0].device), state)
+        self.steps, self.clip_sum, self.present_M = state["steps"], state["clip_sum"], state["present_M"]
+        self.budgets = [RadialBudget(None, len(self.names)) for _ in self.parameters]
+        for budget, saved in zip(self.budgets, state["budgets"], strict=True):
+            vars(budget).update(saved)
 
 
 def _sum(values: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack([v.to(like.device, torch.float64) for v in values]).sum()
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return the value with its tensors on the device."""
-    return tree_map_only(Tensor, lambda x: x.to(device), value)
 
 
 # Returns the part of a batch's loss from each modality's targets, (M,), divided by the batch's `step_targets`.

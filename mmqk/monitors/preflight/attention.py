@@ -18,7 +18,6 @@ from mmqk.monitors.preflight.context import IGNORED, Context, Finding, NotChecke
 from mmqk.monitors.preflight.parameters import is_silent
 from mmqk.monitors.preflight.reading import Normalization, SeenCall, fingerprint, read_calls
 
-ADDED = 3  # tokens of padding that the checks add to each sequence
 SMALL = 1e-3  # root mean square of the projections in the pass that reads eps
 ALIKE = 0.2  # relative difference from which two values of eps differ, because the variance is estimated
 NOTABLE = 0.01  # share of the queries that eps may take
@@ -96,18 +95,8 @@ def padding_ids(context: Context) -> Finding:
     return _leak(context, worst, "outputs", "if padding has another id", advice)
 
 
-def padding_right(context: Context) -> Finding:
-    """More padding on the right must change nothing."""
-    return _more_padding(context, (0, ADDED), "pass attention_mask to every attention layer")
-
-
-def padding_left(context: Context) -> Finding:
-    """Padding on the left must change nothing."""
-    advice = "pad on the right, or pass position_ids that leave out padding, and attention_mask to every layer"
-    return _more_padding(context, (ADDED, 0), advice)
-
-
-def _more_padding(context: Context, sides: tuple[int, int], advice: str) -> Finding:
+def more_padding(context: Context, sides: tuple[int, int], advice: str) -> Finding:
+    """More padding must change nothing; ``sides`` is the number of tokens on the left and on the right."""
     if context.document_BT is not None:
         raise NotChecked("the batch is packed")
     mask, shape = context.inputs.get("attention_mask"), context.ids_BT.shape
@@ -118,7 +107,10 @@ def _more_padding(context: Context, sides: tuple[int, int], advice: str) -> Find
     args, kwargs = context.call
     if mask is None:
         kwargs = {**kwargs, "attention_mask": torch.ones_like(context.ids_BT)}
-    pad = _padding_id(context)
+    pad = getattr(getattr(context.root, "config", None), "pad_token_id", None)
+    if not context.valid_BT.all():
+        pad = context.ids_BT[~context.valid_BT][0]
+    pad = int(context.pool(0)[0] if pad is None else pad)
 
     def padded(name: str, x: Tensor) -> Any:
         if x.shape[-1:] != shape[-1:] or x.ndim < 2 or x.is_floating_point():
@@ -131,14 +123,7 @@ def _more_padding(context: Context, sides: tuple[int, int], advice: str) -> Find
 
     after = context.output(*mapped((args, kwargs), padded))
     change = (after[:, sides[0] : sides[0] + shape[1]] - context.base_BTV)[context.valid_BT]
-    return _leak(context, context.largest(change), "outputs", f"with {ADDED} more tokens of padding", advice)
-
-
-def _padding_id(context: Context) -> int:
-    if not context.valid_BT.all():
-        return int(context.ids_BT[~context.valid_BT][0])
-    known = getattr(getattr(context.root, "config", None), "pad_token_id", None)
-    return int(context.pool(0)[0]) if known is None else int(known)
+    return _leak(context, context.largest(change), "outputs", f"with {sum(sides)} more tokens of padding", advice)
 
 
 # Attention
@@ -163,9 +148,10 @@ def _read(context: Context) -> list[tuple[SeenCall, Call, nn.Module]]:
     return read
 
 
-def _first(wrong: list[str]) -> str:
-    """Return the first of several problems of the same kind, or ""."""
-    return wrong[0] if wrong else ""
+def _wrong(problems: list[str], number: float | None, text: str) -> Finding:
+    """Return a finding that fails if there are problems, and names the first one."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return judged(bool(problems), number, text, "".join(problems[:1]) + more)
 
 
 def qk_norm(context: Context) -> Finding:
@@ -188,12 +174,14 @@ def qk_norm(context: Context) -> Finding:
                 words, differs = _eps_words(eps, x, module, call.q_BHTK.shape[-1])
                 eps_words.add(words)
                 wrong += [f"{seen.path}: {words}"] if differs else []
-        unused = _unused(context, seen.path, module)
-        wrong += [f"{seen.path}: {name} is created, but acts on nothing" for name in unused]
+        gradients = context.first.gradients
+        for name, p in module.named_parameters():
+            key = f"{seen.path}.{name}".lstrip(".")
+            if p.ndim < 2 and not name.endswith("bias") and key in gradients and is_silent(gradients[key]):
+                wrong.append(f"{seen.path}: {name} is created, but acts on nothing")
     text = "; ".join([fingerprint([seen for seen, _, _ in read]), *sorted(eps_words), "number: largest |q|"])
     size = max(float(call.q_BHTK.float().norm(dim=-1).max()) for _, call, _ in read)
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return judged(bool(wrong), size, text, _first(wrong) + more)
+    return _wrong(wrong, size, text)
 
 
 def _eps_words(eps: float, of: Normalization, module: nn.Module, K: int) -> tuple[str, bool]:
@@ -209,16 +197,6 @@ def _eps_words(eps: float, of: Normalization, module: nn.Module, K: int) -> tupl
     return (words, False) if not declared else (f"{words}, but {declared:.2g} is declared", True)
 
 
-def _unused(context: Context, path: str, module: nn.Module) -> list[str]:
-    """Return the gains of an attention module that get no gradient."""
-    gradients, unused = context.first.gradients, []
-    for name, p in module.named_parameters():
-        key = f"{path}.{name}".lstrip(".")
-        if p.ndim < 2 and not name.endswith("bias") and key in gradients and is_silent(gradients[key]):
-            unused.append(name)
-    return unused
-
-
 def _config(context: Context, module: nn.Module) -> Any:
     return getattr(module, "config", None) or getattr(context.root, "config", None)
 
@@ -228,9 +206,8 @@ def scale(context: Context) -> Finding:
     wrong, words = list[str](), dict[str, int]()
     for seen, call, module in _read(context):
         K, config = call.q_BHTK.shape[-1], _config(context, module)
-        usual = {"1/sqrt(head_dim)": K**-0.5, "1/head_dim": 1 / K, "1": 1.0}
-        names = [name for name, x in usual.items() if math.isclose(call.scale, x, rel_tol=1e-3)]
-        name = names[0] if names else f"{call.scale:.3g}"
+        usual = {"1/sqrt(head_dim)": K**-0.5, "1/head_dim": 1 / K, "1": 1.0, f"{call.scale:.3g}": call.scale}
+        name = next(name for name, x in usual.items() if math.isclose(call.scale, x, rel_tol=1e-3))
         words[name] = words.get(name, 0) + 1
         scalar = getattr(config, "query_pre_attn_scalar", None)
         stated = [getattr(config, "attention_multiplier", None), scalar**-0.5 if scalar else None]
@@ -243,7 +220,7 @@ def scale(context: Context) -> Finding:
         if once and K > 1 and name == "1/sqrt(head_dim)" and math.isclose(factor, K**-0.5, rel_tol=0.01):
             wrong.append(f"{seen.path} gets queries and keys that are scaled already: divide only once")
     text = "scale is " + ", ".join(f"{name} in {n} calls" for name, n in words.items())
-    return judged(bool(wrong), float(_read(context)[0][1].scale), text, _first(wrong))
+    return _wrong(wrong, float(_read(context)[0][1].scale), text)
 
 
 def softcap(context: Context) -> Finding:
@@ -255,7 +232,7 @@ def softcap(context: Context) -> Finding:
         if declared is not None and declared != cap:
             wrong.append(f"{seen.path}: the config has {declared:g}, the call {cap or 'none'}; use eager or flex")
     used = next((cap for cap in caps if cap), None)
-    return judged(bool(wrong), used, f"softcap of the calls: {used or 'none'}", _first(wrong))
+    return _wrong(wrong, used, f"softcap of the calls: {used or 'none'}")
 
 
 def window(context: Context) -> Finding:
@@ -275,7 +252,7 @@ def window(context: Context) -> Finding:
     if short and not wrong:
         raise NotChecked(f"the batch is shorter than the window of {short} calls")
     text = "calls look back " + ", ".join(f"{text} in {n} calls" for text, n in texts.items())
-    return judged(bool(wrong), None, text, _first(wrong))
+    return _wrong(wrong, None, text)
 
 
 def _declared_window(context: Context, module: nn.Module) -> int | None:
@@ -294,7 +271,7 @@ def sinks(context: Context) -> Finding:
         n += call.sink_H is not None
         if own and call.sink_H is None:
             wrong.append(f"{seen.path} has {own[0]}, but its attention call gets none: use eager or flash attention")
-    return judged(bool(wrong), n, f"{n} calls have sinks", _first(wrong))
+    return _wrong(wrong, n, f"{n} calls have sinks")
 
 
 def tokens(context: Context) -> Finding:
@@ -305,7 +282,7 @@ def tokens(context: Context) -> Finding:
     if others:
         text += f", {len(others)} over others ({others[0].path}: {others[0].reason})"
     wrong = [f"{seen.path} was not read ({seen.reason}): its checks are missing" for seen in unread]
-    return judged(bool(wrong), len(wrong), f"{text}; number: calls that were not read", _first(wrong))
+    return _wrong(wrong, len(wrong), f"{text}; number: calls that were not read")
 
 
 def finite_masks(context: Context) -> Finding:

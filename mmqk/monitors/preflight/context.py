@@ -20,6 +20,7 @@ from mmqk.monitors.foreign.inputs import by_name, find_ids, named_inputs, named_
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.probing import find_logits
 from mmqk.monitors.foreign.sides import Modality, modalities_of
+from mmqk.store.files import as_json
 
 IGNORED = -100  # the label that a loss leaves out
 # A change is a leak from this multiple of the rounding noise.
@@ -66,11 +67,7 @@ class Table:
 
     def to_json(self) -> str:
         """Return the lines as JSON; a number that is not finite is a string."""
-        rows = self.records()
-        for row in rows:
-            if row["number"] is not None and not abs(row["number"]) < float("inf"):
-                row["number"] = str(row["number"])
-        return json.dumps(rows, indent=2)
+        return json.dumps(as_json(self.records()), indent=2)
 
     def __str__(self) -> str:
         width = max(len(finding.check) for finding in self.findings)
@@ -160,13 +157,11 @@ class Context:
 
     # Calls of the model
 
-    def _call(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return self.model(**batch)
-        return self.model(*batch) if isinstance(batch, tuple | list) else self.model(batch)
-
     def _own_loss(self, model: nn.Module, batch: Any) -> Tensor | None:
-        output = self._call(batch)
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         # Some models return the loss alone, or a tuple of logits and loss.
         parts = [loss, *(output if isinstance(output, tuple) else (output,))]
@@ -174,13 +169,9 @@ class Context:
 
     def training_pass(self, batch: Any) -> Pass:
         """Return a pass of the loss over a batch, in evaluation mode, with its gradients; nothing else changes."""
-        calls: list[tuple[Any, ...]] = []
-
-        def hook(*call: Any) -> None:  # module, args, kwargs, output
-            calls.append(call[1:])
-
+        calls: list[tuple[Any, ...]] = []  # module, args, kwargs, output
         (batch,), _ = copied((batch,), {}, self.root)
-        caught = self.root.register_forward_hook(hook, with_kwargs=True)
+        caught = self.root.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True)
         with caught, isolated(self.root, self.device), torch.enable_grad():
             loss = self.loss(self.model, batch)
             if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
@@ -188,7 +179,7 @@ class Context:
                 raise TypeError(f"loss(model, batch) returned a {type(loss).__name__}{shape}")
             if not calls:
                 raise NotChecked("loss(model, batch) does not call the model")
-            args, kwargs, output = calls[-1]
+            _, args, kwargs, output = calls[-1]
             return self._gradients(args, kwargs, output, loss)
 
     def _gradients(self, args: Any, kwargs: Any, output: Any, loss: Tensor | None) -> Pass:
@@ -229,8 +220,7 @@ class Context:
             output = self.root(*args, **kwargs)
         shape = self.ids_of(named).shape
         logits = find_logits(output, shape, 0, self.root)
-        found = [logits] if logits is not None else [x for _, x in named_tensors(output)]
-        for x in found:
+        for x in [logits] if logits is not None else [x for _, x in named_tensors(output)]:
             if x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point():
                 return x
         raise NotChecked("cannot be done because the model's output has no tensor with a row for each token")

@@ -108,8 +108,7 @@ def padding(context: Context) -> Finding:
 def reached(context: Context) -> Finding:
     """Every label is a target of the loss."""
     targets, ids = _targets(context), context.ids_BT
-    words = {"label", "labels", "target", "targets"}
-    named = [x for name, x in named_tensors(context.batch) if name in words]
+    named = [x for name, x in named_tensors(context.batch) if name in {"label", "labels", "target", "targets"}]
     all_labels = [x for x in named if x.ndim == 2 and len(x) == len(ids)]
     by = ", ".join(f"{int(where.sum())} {name}" for name, where in _by_modality(context, targets).items())
     if not all_labels:
@@ -168,16 +167,12 @@ def one_modality(context: Context) -> Finding:
         gradients = [g for g in after.gradients.values() if g is not None]
         if not math.isfinite(after.loss) or not all(g.isfinite().all() for g in gradients):
             problems.append(f"with {name} alone the loss or a gradient is not finite: divide by max(count, 1)")
-        lost = [n for n, g in context.gradients.items() if g is not None and after.gradients.get(n) is None]
-        if lost:
-            problems.append(
-                f"with {name} alone the gradient of {listed(lost)} is None, and DDP or FSDP may hang: add 0 times "
-                "their output to the loss"
-            )
+        if lost := [n for n, g in context.gradients.items() if g is not None and after.gradients.get(n) is None]:
+            hang = "is None, and DDP or FSDP may hang: add 0 times their output to the loss"
+            problems.append(f"with {name} alone the gradient of {listed(lost)} {hang}")
     if not tried:
         raise NotChecked("no batch of one modality can be made from this batch")
-    text = f"loss of a batch of one modality: {', '.join(tried)}"
-    return judged(bool(problems), None, text, "; ".join(problems))
+    return judged(bool(problems), None, f"loss of a batch of one modality: {', '.join(tried)}", "; ".join(problems))
 
 
 def _with_one_modality(context: Context, m: int) -> Any:
@@ -275,20 +270,12 @@ def initial(context: Context) -> Finding:
     assert logits is not None
     V = int((logits[0, 0] > torch.finfo(logits.dtype).min).sum())  # Chameleon hides the logits of image ids
     for name, where in _by_modality(context, targets).items():
-        nll, (entropy, n) = float(targets.nll[where].mean()), unigram_entropy(targets.id[where])
+        nll, counts = float(targets.nll[where].mean()), targets.id[where].unique(return_counts=True)[1].double()
+        n, entropy = int(counts.sum()), float(torch.special.entr(counts / counts.sum()).sum())  # too low with few ids
         worst = max(worst, nll - math.log(V))
-        if nll < entropy:
-            meaning = "below it: uses context"
-        else:
-            meaning = "above it: no use of context yet" if nll < 0.95 * math.log(V) else "as without training"
+        meaning = "above it: no use of context yet" if nll < 0.95 * math.log(V) else "as without training"
+        meaning = "below it: uses context" if nll < entropy else meaning
         words.append(f"{name} {nll:.3g} (unigram entropy {entropy:.3g} of {n} targets, {meaning})")
     text = f"{', '.join(words)}; ln V {math.log(V):.3g}; number: largest excess over ln V"
     advice = "worse than equal probabilities: check labels, the size of the head, and loaded weights"
     return judged(worst > 1, worst, text, advice)
-
-
-def unigram_entropy(ids: Tensor) -> tuple[float, int]:
-    """Return the entropy of the ids' frequencies in nats, and the number of ids. With few ids it is too low."""
-    counts = ids.unique(return_counts=True)[1].double()
-    share = counts / counts.sum()
-    return float(-(share * share.log()).sum()), int(counts.sum())

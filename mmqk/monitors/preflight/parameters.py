@@ -59,20 +59,21 @@ def no_gradient(context: Context) -> Finding:
             later = context.training_pass(context.batch).gradients
         n, silent = len(silent), [name for name in silent if is_silent(later[name])]
         if not silent:
-            text = f"all parameters get a gradient, {n} of them when the zeros of the start have moved"
-            return Finding("ok", 0, text)
-    acting = [name for name in silent if _acts(context, [name])] if _acts(context, silent) else []
+            return Finding(
+                "ok", 0, f"all parameters get a gradient, {n} of them when the zeros of the start have moved"
+            )
+
+    def acts(names: Sequence[str]) -> bool:
+        with perturbed(context, names):
+            return context.largest(context.output(*context.call) - context.base_BTV) > context.noise
+
+    acting = [name for name in silent if acts([name])] if acts(silent) else []
     inert = [name for name in silent if name not in acting]
     parts = {"are inert, the output does not depend on them": inert, "change the output but are cut off": acting}
     words = "; ".join(f"{len(names)} {what}{bracketed(names)}" for what, names in parts.items() if names)
     text = f"{len(silent)} of {len(gradients)} parameters get no gradient from this batch: {words}"
     advice = "use or remove inert parameters; look for detach(), no_grad or .data before those that are cut off"
     return Finding("FAILED", len(silent), text, advice)
-
-
-def _acts(context: Context, names: Sequence[str]) -> bool:
-    with perturbed(context, names):
-        return context.largest(context.output(*context.call) - context.base_BTV) > context.noise
 
 
 def gradient_norm(context: Context) -> Finding:

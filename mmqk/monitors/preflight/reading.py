@@ -10,8 +10,8 @@ Shapes: B batch, H heads, G key heads, T tokens, S key tokens, K head_dim.
 
 from __future__ import annotations
 
-import contextlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import UncuttableError, batch_size, find_ids, first_rows, named_inputs, padding_mask
-from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
+from mmqk.monitors.foreign.inputs import UncuttableError, find_ids, first_call, padding_mask
+from mmqk.monitors.foreign.isolate import isolated, unwrapped
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.sides import Modalities, Side
 from mmqk.monitors.foreign.trace import Origins, tensors_in
@@ -249,11 +249,10 @@ def read_calls(
         rms: see `Projections`.
     """
     root = unwrapped(model)
-    inputs = named_inputs(model, args, kwargs)
-    with contextlib.suppress(UncuttableError):
-        args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), ROWS))
-    args, kwargs = copied(args, kwargs, root)
-    inputs = named_inputs(model, args, kwargs)
+    try:
+        args, kwargs, inputs = first_call(model, args, kwargs, ROWS)
+    except UncuttableError:
+        args, kwargs, inputs = first_call(model, args, kwargs, sys.maxsize)
     ids = find_ids(inputs)
     if ids is None and modalities is None:
         raise NotMeasured("the inputs have no token ids")

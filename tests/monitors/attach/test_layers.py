@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.layers import layer_numbers, layer_of
-from mmqk.monitors.summary import summary_line
+from mmqk.monitors.summary import summary_parts
 from tests.monitors.attach.nets import D, H, Net, V, batches
 
 IMAGE = {"image": range(10, 40)}
@@ -20,7 +20,7 @@ def probed(model, **inputs):
     watch = attach(model, modality=IMAGE)
     values = watch.probe(**(inputs or {"ids": batches(1)[0]})).flat()
     assert watch.layers is not None
-    return values, watch.layers, summary_line(watch.layers, {}, watch.prober.records, 0.1, [1.0], 100)
+    return values, watch.layers, " · ".join(summary_parts(watch.layers, {}, watch.prober.records, 0.1, [1.0], 100))
 
 
 def test_layers_whose_attention_is_not_seen_are_named():

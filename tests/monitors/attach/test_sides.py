@@ -11,7 +11,7 @@ from torch import nn
 from mmqk import distributed
 from mmqk.monitors import attach, collect
 from mmqk.monitors.foreign import probing
-from mmqk.monitors.summary import summary_line
+from mmqk.monitors.summary import summary_parts
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 
@@ -64,7 +64,7 @@ def of_weights(weights, of_q, of_k, q_names, k_names, cross="") -> dict[str, flo
 
 
 def summary(watch) -> str:
-    return summary_line(watch.layers, {}, watch.prober.records, 0.1, [1.0], 100)
+    return " · ".join(summary_parts(watch.layers, {}, watch.prober.records, 0.1, [1.0], 100))
 
 
 def layers_in(measured) -> set[str]:

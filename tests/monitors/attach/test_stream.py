@@ -65,7 +65,7 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
     assert not same(measured, brute_force.streams(turned, modality, valid, NAMES))
     absent = WITHOUT if final else f"{WITHOUT}, final_norm"
     assert missing_series(measured, NAMES) == (
-        f" · statistics not measured: {absent} (pass an adapter that names their modules)"
+        f"statistics not measured: {absent} (pass an adapter that names their modules)"
     )
 
 
