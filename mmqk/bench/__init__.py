@@ -26,7 +26,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="file for the scores as JSON")
     add("--outcomes", action="store_true", help="show instead what changes do to failing runs (zoo, rescue)")
     add("--pack", type=Path, metavar="ZIP", help="pack the runs into this file, with what the rules here read")
-    add("--figure", type=Path, metavar="PNG", help="file for the figure of the table")
     options = parser.parse_args(argv)
 
     from mmqk import load_runs
@@ -38,14 +37,12 @@ def main(argv: list[str] | None = None) -> int:
         write_pack(Path(options.runs), options.pack, small=True, only=STATISTICS, digits=DIGITS)
     runs = [*load_runs(options.runs)]
     if options.outcomes:
-        from mmqk.bench.outcomes import heat_map, markdown, outcomes, what_fails_first
+        from mmqk.bench.outcomes import markdown, outcomes, what_fails_first
 
         table = outcomes(runs)
-        records: list[Any] = table.to_dict("records")
+        scores: list[Any] = table.to_dict("records")
         text = f"{markdown(table)}\n\n{what_fails_first(runs)}"
-        scores, figure = records, lambda: heat_map(table)
     else:
-        from mmqk.bench import figure as drawing
         from mmqk.bench import kinds, score
         from mmqk.bench.rules import BASELINES, CANDIDATES
         from mmqk.bench.traces import LABELS, labelled, split_hash
@@ -66,10 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         alarmed = [any(trace.alarms[name].any() for name in score.LASTING) for trace in chosen]
         which = [kinds.confusion(chosen, alarmed), kinds.places(chosen)]
         text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), *which])
-        scores, figure = [asdict(row) for row in rows], lambda: drawing.draw(rows)
+        scores = [asdict(row) for row in rows]
     print(text)
     if options.json is not None:
         write_atomic(options.json, json.dumps(scores, indent=1) + "\n")
-    if options.figure is not None:
-        write_atomic(options.figure, figure())
     return 0

@@ -6,22 +6,18 @@ The grid has an arm ``healthy``; arms that fail, named ``none-FAILURE``; and arm
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Iterable
 
-import numpy as np
 import pandas as pd
 
 from mmqk.bench.kinds import findings
 from mmqk.bench.score import LASTING
-from mmqk.bench.traces import SMOOTH, WORSE_NATS, Label, Trace, fails_from, metrics_table
+from mmqk.bench.traces import SMOOTH, Label, Trace, fails_from, metrics_table
 from mmqk.lab.runs import Run
 from mmqk.store import UserError
 
 HEALTHY, NONE = "healthy", "none"
 DELAYED = 0.1  # of the run: how much later a delayed failure is
-COLORS = {"saved": "#009E73", "delayed": "#E69F00", "lost": "#D55E00", "": "#b3bac2"}  # Okabe and Ito; gray
 
 
 def outcomes(runs: Iterable[Run]) -> pd.DataFrame:
@@ -97,32 +93,3 @@ def what_fails_first(runs: Iterable[Run]) -> str:
         alarm = next((f"{name} @{step}" for step, name in sorted(alarms)), "none")
         lines.append(f"| {trace.label.kind} | {run.seed} | {sign} | {alarm} | {trace.failed_at or ''} |")
     return "\n".join(lines)
-
-
-def heat_map(table: pd.DataFrame) -> bytes:
-    """Draw a cell for each change, failure and step, split by seed and colored by outcome; return a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
-
-    columns = sorted({(f, at) for f, at in zip(table["failure"], table["at"], strict=True)})
-    changes, seeds = list(dict.fromkeys(table["change"])), sorted(set(table["seed"]))
-    canvas = Figure(figsize=(2.2 + 0.75 * len(columns), 1.3 + 0.36 * len(changes)), layout="constrained")
-    axes = canvas.subplots()
-    for row in table.to_dict("records"):
-        x = columns.index((row["failure"], row["at"])) + seeds.index(row["seed"]) / len(seeds)
-        y = changes.index(row["change"])
-        axes.add_patch(Rectangle((x, y), 1 / len(seeds), 1, fc=COLORS[row["outcome"]], ec="white", lw=1.5))
-        text = f"{row['cost']:+.1f}" if math.isfinite(row["cost"]) else "∞"
-        axes.text(x + 0.5 / len(seeds), y + 0.5, text, ha="center", va="center", color="white", fontsize=7)
-    names = [f"{failure}\n@{at}" if at else failure for failure, at in columns]
-    axes.set(xlim=(0, len(columns)), ylim=(len(changes), 0))
-    axes.set_xticks(np.arange(len(columns)) + 0.5, names, fontsize=8)
-    axes.set_yticks(np.arange(len(changes)) + 0.5, changes, fontsize=8)
-    axes.tick_params(length=0)
-    keys = [Patch(color=color, label=name or "does not fail without a change") for name, color in COLORS.items()]
-    canvas.legend(handles=keys, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
-    axes.set_xlabel(f"final loss minus that of the healthy run (nats); a run fails if it ends {WORSE_NATS} above it")
-    png = io.BytesIO()
-    FigureCanvasAgg(canvas).print_png(png)
-    return png.getvalue()

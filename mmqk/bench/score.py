@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import optimize, stats
+from scipy import stats
 
 from mmqk.bench.rules import Rule
 from mmqk.bench.traces import Trace
@@ -19,9 +19,7 @@ from mmqk.store.alarms import NAMES
 
 FALSE_ALARMS = 1 / 20  # of the healthy runs, at which rules are compared
 WARMUP = 50  # steps at the start of every run without alarms of the candidates
-LOGISTIC = "logistic model"
 LASTING = [name for name in NAMES if not name.startswith("spike")]  # a spike alone can be one hard batch
-CLIPPED, RIDGE = (-3.0, 10.0), 1e-3
 
 
 @dataclass(frozen=True)
@@ -116,17 +114,12 @@ def table(
     traces: Sequence[Trace], rules: Sequence[Rule], side: str, known: Mapping[str, float] | None = None
 ) -> list[Score]:
     """Score rules on a side, with thresholds from the healthy runs of the side ``develop``, or with ``known`` ones by
-    the name of the rule; then a logistic model of all rules, fitted on the side ``develop``, which is an upper bound
-    there; then the present rules of docs/alarms.md, which have their own thresholds."""
+    the name of the rule; then the present rules of docs/alarms.md, which have their own thresholds."""
     develop = [] if known else [trace for trace in traces if trace.side == "develop"]
     chosen = [trace for trace in traces if trace.side == side]
     scores = {trace: {rule.__name__: scored(rule, trace) for rule in rules} for trace in {*develop, *chosen}}
-    if develop:
-        weigh = fitted([scores[trace] for trace in develop], develop)
-        for of in scores.values():
-            of[LOGISTIC] = weigh(of)
     rows = []
-    for name in [*(rule.__name__ for rule in rules), *([LOGISTIC] if develop else [])]:
+    for name in (rule.__name__ for rule in rules):
         healthy = [scores[trace][name] for trace in develop if trace.healthy]
         threshold = known[name] if known else threshold_of(healthy)
         rows.append(score(name, chosen, [scores[trace][name] for trace in chosen], threshold))
@@ -153,40 +146,6 @@ def scored(rule: Rule, trace: Trace) -> pd.Series:
     except Exception as error:
         name = f"{rule.__module__}:{rule.__name__}"
         raise UserError(f"the rule {name} failed on {trace.run.name}: {error!r}") from error
-
-
-def fitted(scores: Sequence[Mapping[str, pd.Series]], traces: Sequence[Trace]) -> Callable[..., pd.Series]:
-    """Fit a logistic model that tells the steps after a fault from all others; return the function from the scores of
-    a run to its log odds. A score is the number of quartile ranges above the median of the healthy runs, within
-    `CLIPPED`, and stays until the next one."""
-    tables = [pd.DataFrame(of).ffill() for of in scores]
-    healthy = pd.concat([table for table, trace in zip(tables, traces, strict=True) if trace.healthy])
-    healthy = healthy.replace(math.inf, math.nan)
-    center, spread = healthy.median(), (healthy.quantile(0.75) - healthy.quantile(0.25)).clip(lower=1e-9)
-
-    def features(table: pd.DataFrame) -> np.ndarray:
-        scaled = ((table - center) / spread).clip(*CLIPPED).fillna(0)
-        return np.column_stack([scaled.to_numpy(), np.ones(len(scaled))])
-
-    x = np.concatenate([features(table)[::10] for table in tables])
-    bad = [
-        np.full(len(table), not trace.healthy) & (table.index > trace.label.begins)
-        for table, trace in zip(tables, traces, strict=True)
-    ]
-    y = np.concatenate([of[::10] for of in bad]).astype(float)
-
-    def cost(weights: np.ndarray) -> tuple[float, np.ndarray]:
-        odds = x @ weights
-        loss = np.logaddexp(0, odds).mean() - (y * odds).mean() + RIDGE * weights @ weights
-        return loss, x.T @ (1 / (1 + np.exp(-odds)) - y) / len(y) + 2 * RIDGE * weights
-
-    weights = optimize.minimize(cost, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B").x
-
-    def log_odds(of: Mapping[str, pd.Series]) -> pd.Series:
-        filled = pd.DataFrame({name: of[name] for name in center.index}).ffill()
-        return pd.Series(features(filled) @ weights, index=filled.index)
-
-    return log_odds
 
 
 def thresholds(path: Path) -> dict[str, float]:

@@ -18,11 +18,9 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from mmqk.bench.departures import Departure, departures
-from mmqk.bench.evidence import Rates, evidence
-from mmqk.bench.facts import Fact, facts
+from mmqk.bench.evidence import Rates, evidence, nearest, shape
+from mmqk.bench.facts import Departure, Fact, departures, facts
 from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope
-from mmqk.bench.nearest import nearest, shape
 from mmqk.bench.score import LASTING
 from mmqk.bench.traces import alarms_in
 from mmqk.diagnose.logs import Log

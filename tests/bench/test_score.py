@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from mmqk.bench import rules
-from mmqk.bench.score import begins, by_kind, fitted, score, scored, threshold_of
+from mmqk.bench.score import begins, by_kind, score, scored, threshold_of
 from mmqk.bench.traces import Label, Trace, worse_from
 from mmqk.store import Status, UserError
 
@@ -86,27 +86,6 @@ def test_a_rule_that_fails_is_named_with_its_run():
 
 def wrong(metrics: pd.DataFrame) -> pd.Series:
     return metrics["loss/image"]
-
-
-def test_the_logistic_model_finds_what_tells_faults_apart_and_reads_no_later_step():
-    random = np.random.default_rng(0)
-    labels = [Label("rate", begins=300)] * 10 + [Label()] * 10
-    traces = [trace(label, seed=i) for i, label in enumerate(labels)]
-    shift = np.where(STEPS > 300, 3.0, 0.0)
-    scores = [
-        {
-            "useful": pd.Series(random.normal(size=600) + (0 if one.healthy else shift), index=STEPS),
-            "useless": pd.Series(random.normal(size=600), index=STEPS),
-        }
-        for one in traces
-    ]
-    log_odds = fitted(scores, traces)
-    after = [log_odds(of).loc[301:].mean() for of in scores]
-    assert min(after[:10]) > 0 > max(after[10:])
-    useless = {**scores[0], "useful": scores[10]["useful"]}  # negative control: without what is useful, no sign
-    assert log_odds(useless).loc[301:].mean() < 0
-    part = {name: series.loc[:400] for name, series in scores[0].items()}
-    pd.testing.assert_series_equal(log_odds(scores[0]).loc[:400], log_odds(part))
 
 
 @pytest.mark.parametrize("rule", [*rules.BASELINES, *rules.CANDIDATES], ids=lambda rule: rule.__name__)

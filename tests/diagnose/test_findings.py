@@ -10,8 +10,9 @@ import pandas as pd
 import pytest
 
 import mmqk
-from mmqk.bench.departures import departures
-from mmqk.bench.evidence import Rates, evidence, first_sign, logs_of, rescue, zoo
+from docs.experiments.bench_evidence import logs_of, rescue, zoo
+from mmqk.bench.evidence import Rates, evidence, first_sign
+from mmqk.bench.facts import departures
 from mmqk.bench.kinds import SIGNS, findings
 from mmqk.bench.traces import labelled, split_hash
 from mmqk.diagnose import main
