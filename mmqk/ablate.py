@@ -118,15 +118,11 @@ def _executor(options: argparse.Namespace, out: Path) -> Executor:
     Raises:
         UserError: its extra is not installed.
     """
+    from mmqk.lab.runner.cluster import Ray, Slurm
+
     name = options.executor
     try:
-        if name == "slurm":
-            from mmqk.lab.runner.slurm import Slurm
-
-            return Slurm(out, options.job)
-        from mmqk.lab.runner.ray import Ray
-
-        return Ray(options.job)
+        return Slurm(out, options.job) if name == "slurm" else Ray(options.job)
     except ModuleNotFoundError as error:
         raise UserError(f"--executor {name} needs {error.name}: pip install 'mmqk[{name}]'") from error
 

@@ -23,7 +23,7 @@ _OF_SERIES = {
 class Runs:
     """The runs of a folder, in the order of their grid.
 
-    ``len`` is the number of runs. Iterating yields a `mmqk.lab.Run` per run, with its configuration, series and
+    ``len`` is the number of runs. Iterating yields a `mmqk.lab.runs.Run` per run, with its configuration, series and
     alarms.
     """
 

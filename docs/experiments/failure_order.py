@@ -19,9 +19,9 @@ from collections import Counter
 
 import numpy as np
 
-from mmqk.lab import load_study
 from mmqk.lab.metrics.outcomes import failure_step, trained_modalities
 from mmqk.lab.runs import aligned
+from mmqk.lab.verdicts.study import load_study
 
 # Statistics of probes and of steps. The function reduces them over layers, or over the steps before a probe.
 PROBED = {

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from mmqk.bench.traces import Trace
+from mmqk.lab.formatting import markdown_table
 from mmqk.store.metrics import parsed_tag
 
 DONT_KNOW, NO_FAULT = "don't know", "no fault"
@@ -200,11 +201,11 @@ def confusion(traces: Sequence[Trace], alarmed: Sequence[bool]) -> str:
     table = pd.crosstab(np.array([trace.label.kind or NO_FAULT for trace in traces]), np.array(said))
     columns = [*sorted(set(said) - {DONT_KNOW, NO_FAULT}), DONT_KNOW, NO_FAULT]
     table = table.reindex(columns=columns, fill_value=0)
-    lines = [f"| true kind | {' | '.join(columns)} |", "| --- |" + " --: |" * len(columns)]
-    for kind, row in table.iterrows():
-        cells = [f"**{n}**" if kind == name and n else str(n or "") for name, n in row.items()]
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [
+        [str(kind), *(f"**{n}**" if kind == name and n else str(n or "") for name, n in row.items())]
+        for kind, row in table.iterrows()
+    ]
+    return markdown_table(["true kind", *columns], rows)
 
 
 def places(traces: Sequence[Trace]) -> str:

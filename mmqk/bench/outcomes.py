@@ -13,6 +13,7 @@ import pandas as pd
 from mmqk.bench.kinds import findings
 from mmqk.bench.score import LASTING
 from mmqk.bench.traces import SMOOTH, Label, Trace, fails_from, metrics_table
+from mmqk.lab.formatting import markdown_table
 from mmqk.lab.runs import Run
 from mmqk.store import UserError
 
@@ -67,17 +68,17 @@ def markdown(table: pd.DataFrame) -> str:
     cost."""
     columns = sorted({(f, at) for f, at in zip(table["failure"], table["at"], strict=True)})
     names = [f"{failure} @{at}" if at else failure for failure, at in columns]
-    lines = [f"| change | {' | '.join(names)} |", "| --- |" + " --: |" * len(columns)]
+    lines = []
     for change, rows in table.groupby("change", sort=False):
-        cells = []
+        cells = [str(change)]
         for failure, at in columns:
             cell = rows[(rows["failure"] == failure) & (rows["at"] == at)]
             judged, counts = cell[cell["outcome"] != ""], cell["outcome"].value_counts()
             said = ", ".join(f"{counts[name]} {name}" for name in ("saved", "delayed") if name in counts)
             said = said or ("lost" if len(judged) else "did not fail" if len(cell) else "")
             cells.append(f"{said} {cell['cost'].mean():+.2f}" if len(cell) else "")
-        lines.append(f"| {change} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(["change", *names], lines)
 
 
 def what_fails_first(runs: Iterable[Run]) -> str:
@@ -85,11 +86,12 @@ def what_fails_first(runs: Iterable[Run]) -> str:
     alarm, and the step from which the run is worse than the healthy run of its seed, as a table in Markdown."""
     finished = [run for run in runs if run.status.finished]
     twins = {run.seed: Trace(run, Label(), "judge") for run in finished if run.arm == HEALTHY}
-    lines = ["| failure | seed | first sign | its series | first alarm | fails from |", "| --- |" + " --- |" * 5]
+    lines = []
     for run in (run for run in finished if _parts(run)[0] == NONE):
         trace = Trace(run, Label(_parts(run)[1]), "judge", twins.get(run.seed))
-        sign = next((f"{one.sign.kind} @{one.step} | {one.series}" for one in findings(trace.metrics)), "none | ")
+        sign = next(([f"{one.sign.kind} @{one.step}", one.series] for one in findings(trace.metrics)), ["none", ""])
         alarms = [(at.index[at > 0][0], name) for name, at in trace.alarms.items() if name in LASTING and at.any()]
         alarm = next((f"{name} @{step}" for step, name in sorted(alarms)), "none")
-        lines.append(f"| {trace.label.kind} | {run.seed} | {sign} | {alarm} | {trace.failed_at or ''} |")
-    return "\n".join(lines)
+        lines.append([trace.label.kind, str(run.seed), *sign, alarm, str(trace.failed_at or "")])
+    heads = ["failure", "seed", "first sign", "its series", "first alarm", "fails from"]
+    return markdown_table(heads, lines, "---")

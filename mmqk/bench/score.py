@@ -14,6 +14,7 @@ from scipy import stats
 
 from mmqk.bench.rules import Rule
 from mmqk.bench.traces import Trace
+from mmqk.lab.formatting import markdown_table
 from mmqk.store import UserError
 from mmqk.store.alarms import NAMES
 
@@ -162,25 +163,20 @@ def thresholds(path: Path) -> dict[str, float]:
 
 def markdown(rows: Sequence[Score]) -> str:
     """Return the scores as a table in Markdown, the rules with most hits first."""
-    lines = [
-        "| rule | hits (95 % interval) | healthy runs accused | false alarms in 1,000 steps | lead | threshold |",
-        "| --- | --: | --: | --: | --: | --: |",
-    ]
+    heads = ["rule", "hits (95 % interval)", "healthy runs accused", "false alarms in 1,000 steps", "lead", "threshold"]
+    lines = []
     for row in sorted(rows, key=lambda row: -row.hits):
         share = row.hits / max(1, row.faults)
+        hits = f"{row.hits} of {row.faults}, {share:.0%} ({row.low:.0%} to {row.high:.0%})"
         lead = "" if math.isnan(row.lead) else f"{row.lead:.0%}"
-        lines.append(
-            f"| {row.rule} | {row.hits} of {row.faults}, {share:.0%} ({row.low:.0%} to {row.high:.0%})"
-            f" | {row.accused} of {row.healthy} | {row.per_1000:.2f} | {lead} | {row.threshold:.3g} |"
-        )
-    return "\n".join(lines)
+        accused = f"{row.accused} of {row.healthy}"
+        lines.append([row.rule, hits, accused, f"{row.per_1000:.2f}", lead, f"{row.threshold:.3g}"])
+    return markdown_table(heads, lines)
 
 
 def by_kind(rows: Sequence[Score]) -> str:
     """Return the hits of each rule by kind of fault as a table in Markdown, the rules with most hits first."""
     kinds = sorted({kind for row in rows for kind in row.kinds})
-    lines = [f"| rule | {' | '.join(kinds)} |", "| --- |" + " --: |" * len(kinds)]
-    for row in sorted(rows, key=lambda row: -row.hits):
-        cells = ["{} of {}".format(*row.kinds.get(kind, (0, 0))) for kind in kinds]
-        lines.append(f"| {row.rule} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    ordered = sorted(rows, key=lambda row: -row.hits)
+    lines = [[row.rule, *("{} of {}".format(*row.kinds.get(kind, (0, 0))) for kind in kinds)] for row in ordered]
+    return markdown_table(["rule", *kinds], lines)

@@ -21,8 +21,8 @@ from mmqk.diagnose.findings import Diagnosis, diagnose
 from mmqk.diagnose.logs import Log, read_log
 from mmqk.diagnose.names import mapping_of
 from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
-from mmqk.lab.formatting import number, render, source
-from mmqk.lab.page.figure import PALETTE, RC, tick
+from mmqk.lab.formatting import number, render, short, source
+from mmqk.lab.page.figure import PALETTE, RC
 from mmqk.store import UserError, differing_fields, parsed_tag
 from mmqk.store.formatting import plural, text_table
 
@@ -282,7 +282,7 @@ def figure(log: Log, found: Diagnosis) -> bytes | None:
                 axes.axvline(event, color="#a3262a", lw=1, alpha=0.6)
             positive = all((log.metrics[tag].dropna() > 0).all() for tag in tags)
             axes.set(xlabel="optimizer step", yscale="log" if positive and first and tags == [first.tag] else "linear")
-            axes.yaxis.set_major_formatter(tick)
+            axes.yaxis.set_major_formatter(short)
             axes.legend(frameon=False, loc="upper right", fontsize=9)
         png = io.BytesIO()
         FigureCanvasAgg(canvas).print_png(png, metadata={"Software": None})

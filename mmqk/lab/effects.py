@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy import special, stats
 
@@ -277,10 +278,7 @@ class Auroc(WithInterval):
 
 
 def auroc(
-    scores: Sequence[float],
-    failed: Sequence[bool],
-    strata: Sequence[Hashable] | None = None,
-    fewest: int = FEWEST_OF_EACH,
+    scores: Sequence[float], failed: Sequence[bool], strata: Sequence[Hashable] = (), fewest: int = FEWEST_OF_EACH
 ) -> Auroc:
     """Return the AUROC over the pairs within strata, with equal weight for every pair.
 
@@ -294,20 +292,9 @@ def auroc(
         failed: whether each run failed.
         strata: the stratum of each run; by default one for all.
         fewest: smallest number of failures and of survivors in pairs; with fewer of either, the AUROC is NaN.
-
-    Raises:
-        ValueError: lengths differ, or a score is NaN.
     """
     x, failure = np.asarray(scores, dtype=np.float64), np.asarray(failed, dtype=bool)
-    names = [0] * len(x) if strata is None else list(strata)
-    if not len(x) == len(failure) == len(names):
-        raise ValueError(
-            f"there are {len(x)} scores, {len(failure)} outcomes and {len(names)} strata: give one of each per run"
-        )
-    if np.isnan(x).any():
-        raise ValueError("a score is NaN: leave out the run, or rank it worst with inf")
-    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    stratum = np.array([number[name] for name in names])
+    stratum = pd.factorize(np.array(strata or [0] * len(x)))[0]
     # One row per failure and one column per survivor: whether both runs are in the same stratum, and the score of the
     # pair (1 if the failure has the higher score, 0.5 for a tie, else 0).
     a, b = x[failure][:, None], x[~failure][None, :]

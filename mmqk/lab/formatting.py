@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,12 @@ def duration(seconds: float) -> str:
     return f"{round(whole / 60) // 60} h {round(whole / 60) % 60:02d} min"
 
 
-def count(value: float) -> str:
-    """Return a large number in short form: ``950``, ``12k``, ``2.36M``, ``1.2B``."""
+def short(value: float, _position: float = 0) -> str:
+    """Return a number in short form, also for an axis: ``0.003``, ``1e-4``, ``250``, ``1.5k``, ``2.36M``."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
+        if size <= abs(value) < 1e12:
             return f"{plain(value / size)}{letter}"
-    return f"{value:.0f}"
+    return f"{value:.0e}".replace("e-0", "e-") if 0 < abs(value) < 1e-3 else f"{value:g}".replace("e+", "e")
 
 
 def slug(text: str) -> str:
@@ -166,6 +166,12 @@ def fenced(text: object) -> Raw:
     """Return the text as a code block."""
     fence = "`" * max(3, _longest(str(text)) + 1)
     return Raw(f"{fence}\n{text}\n{fence}")
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], rest: str = "--:") -> str:
+    """Return a table in Markdown; the columns after the first are aligned by ``rest``."""
+    lines = [heads, ["---", *[rest] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _one_line(text: object) -> str:

@@ -39,7 +39,6 @@ class Columns:
 
     Attributes:
         series: (steps, values) by tag. Steps ascend; if a step was written twice, the later value is used.
-        steps: the steps of all lines.
         last_step: the last step with a number; 0 if there are no numbers.
         truncated: whether a line could not be read.
     """
@@ -58,7 +57,6 @@ class Columns:
         steps, values = table["step"].to_numpy(), table["value"].to_numpy()
         rows = table.groupby("tag").indices
         self.series = {tag: (steps[rows[tag]], values[rows[tag]]) for tag in dict.fromkeys(c[1] for c in cells)}
-        self.steps = {record["step"] for record in records}
         self.last_step = int(steps.max(initial=0))
         self.truncated = truncated
 

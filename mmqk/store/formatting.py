@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,10 @@ def inspect_command(run: str | os.PathLike[str], step: int) -> str:
 
 
 def without_roots(value: Any) -> Any:
-    """Return the plain data with every absolute path in its strings shortened by `relative`. SVG and data URLs are
-    not changed."""
+    """Return the plain data, or dataclasses as plain data, with every absolute path in its strings shortened by
+    `relative`. SVG and data URLs are not changed."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, str):
         if value.startswith(("<svg", "data:")) or not _ABSOLUTE.search(value):
             return value

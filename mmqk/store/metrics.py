@@ -54,12 +54,8 @@ def tag(statistic: str, *modalities: str, layer: int | None = None, head: int | 
     """Build a tag from a statistic, up to two modality names (query, key), a layer and a head.
 
     Raises:
-        ValueError: more than two modalities, a head without a layer, or a name that `parse_tag` could not parse.
+        ValueError: a name that `parse_tag` could not parse.
     """
-    if len(modalities) > 2:
-        raise ValueError(f"a tag has at most two modalities (query, key), not {modalities}")
-    if head is not None and layer is None:
-        raise ValueError(f"head {head} of {statistic} needs a layer")
     if not statistic or "/" in statistic:
         raise ValueError(f"a statistic's name has no '/' and is not empty: {statistic!r}")
     for name in modalities:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab import judge, load_study
+from mmqk.lab.verdicts import judge
+from mmqk.lab.verdicts.study import load_study
 from mmqk.store.pack import unpacked
 
 PACKS = Path(__file__).parents[2] / "reports/examples"

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab import judge, load_study
 from mmqk.lab.exact import Counts, benjamini_hochberg, clopper_pearson, fisher, holm, kaplan_meier, log_rank, sign_flip
 from mmqk.lab.page.figures import survival
+from mmqk.lab.verdicts import judge
+from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, study
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from mmqk.lab import read_runs
+from mmqk.lab.runs import read_runs
 from mmqk.store import write_json
 from tests.lab.fake_runs import DEMO, Planted, write_demo, write_run
 

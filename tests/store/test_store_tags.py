@@ -33,16 +33,7 @@ def test_a_parameter_name_stands_where_the_modality_does():
     assert (parsed.statistic, parsed.modality) == ("update_rms", "blocks.0.attention.w_q.weight")
 
 
-@pytest.mark.parametrize(
-    ("names", "place"),
-    [
-        (("q", "a", "b", "c"), {}),
-        (("q", "text"), {"head": 1}),
-        (("q", "layer03"), {}),
-        (("q", "text-image"), {}),
-        (("q/r", "text"), {}),
-    ],
-)
+@pytest.mark.parametrize(("names", "place"), [(("q", "layer03"), {}), (("q", "text-image"), {}), (("q/r", "text"), {})])
 def test_what_could_not_be_parsed_back_is_refused(names, place):
     with pytest.raises(ValueError):
         tag(*names, **place)

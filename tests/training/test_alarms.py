@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.lab import read_runs
 from mmqk.lab.runner.table import follow
+from mmqk.lab.runs import read_runs
 from mmqk.store import alarms_of, read_alarms, read_metrics, read_status, rules
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main

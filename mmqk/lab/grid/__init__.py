@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +100,17 @@ class Grid:
 
     def _selection(self) -> Iterable[Job]:
         for arm, name, point in self.points:
-            for seed in arm.lr.seeds if arm.lr else ():
-                for lr in arm.lr.grid if arm.lr else ():
-                    at = {**point, LR: lr}
-                    args = (*_base(arm), *flags({**arm.fields, **at}), f"--seed={seed}")
-                    yield Job(f"{name}-lr{lr:.12g}", seed, args, arm, at, "selection")
+            for seed, lr in product(arm.lr.seeds, arm.lr.grid) if arm.lr else ():
+                at = {**point, LR: lr}
+                args = (*_base(arm), *flags({**arm.fields, **at}), f"--seed={seed}")
+                yield Job(f"{name}-lr{lr:.12g}", seed, args, arm, at, "selection")
 
     def _verdict(self) -> Iterable[Job]:
         families = {arm.name: arm for arm in self.arms}
         points = {name: point for _, name, point in self.points}
-        for i in range(max(max(len(arm.seeds), 1) for arm in self.arms)):
+        for i in range(max(len(arm.seeds) or 1 for arm in self.arms)):
             for arm, name, point in self.points:
-                if i >= max(len(arm.seeds), 1):
+                if i >= (len(arm.seeds) or 1):
                     continue
                 seed = arm.seeds[i] if arm.seeds else None
                 parent, fields = "", dict(point)
@@ -192,29 +192,26 @@ def _inherit(arms: Sequence[Arm], named: Mapping[str, Any], path: Path) -> list[
         UserError: the parent of a fork does not exist, does not have a seed of the fork, or has several runs per
             seed.
     """
-    done: dict[str, Arm] = {}
-    left = {arm.name: arm for arm in arms}
-
-    def parent(arm: Arm) -> Arm | None:
-        start = arm.fork.arm if arm.fork else ""
-        return done.get(start) or next((a for a in done.values() if start in a.points), None)
-
+    starts = {arm.name: arm.fork.arm for arm in arms if arm.fork and arm.fork.arm}
+    done = {arm.name: arm for arm in arms if arm.name not in starts}
+    left = [arm for arm in arms if arm.name in starts]
     while left:
-        ready = [arm for arm in left.values() if not (arm.fork and arm.fork.arm) or parent(arm)]
-        if not ready:
-            name, start = next((arm.name, arm.fork.arm) for arm in left.values() if arm.fork)
-            where = f"{path}: arms.{name}.fork"
-            if start in left or any(start in other.points for other in left.values()):
+        before, left = left, []
+        for arm in before:
+            start = starts[arm.name]
+            if family := next((a for a in done.values() if start in (a.name, *a.points)), None):
+                done[arm.name] = _as_child(arm, family, named[arm.name] or {})
+            else:
+                left.append(arm)
+        if left == before:
+            where, start = f"{path}: arms.{left[0].name}.fork", starts[left[0].name]
+            if any(start in (other.name, *other.points) for other in left):
                 raise UserError(
                     f"{where}: it is a fork of {start}, which is a fork of it: fork one of them from an arm that is"
                     " not a fork"
                 )
             every = sorted({*(a.name for a in arms), *(point for a in done.values() for point in a.points)})
             raise UserError(f"{where}: there is no arm {start!r} (arms: {', '.join(every)})")
-        for arm in ready:
-            del left[arm.name]
-            family = parent(arm)
-            done[arm.name] = _as_child(arm, family, named[arm.name] or {}) if family else arm
     return [done[arm.name] for arm in arms]
 
 

@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +113,7 @@ def page_content(
         "commands": _commands(study),
         "environment": tables.environment(study),
     }
-    return _plain(content) | {"compared": tables.compared(study)}
-
-
-def _plain(value: Any) -> Any:
-    """Return the content as plain data without paths of this machine."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else without_roots(value)
+    return without_roots(content) | {"compared": tables.compared(study)}
 
 
 def _view(drawing: Drawing) -> dict[str, Any]:

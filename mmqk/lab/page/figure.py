@@ -27,7 +27,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from mmqk.lab.formatting import TEMPLATES
+from mmqk.lab.formatting import TEMPLATES, short
 from mmqk.lab.verdicts.study import Study
 
 STEP = "optimizer step"
@@ -320,7 +320,7 @@ class Drawing:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 60 else (1,)))
             axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylim(low, high)
-        axes.yaxis.set_major_formatter(tick)
+        axes.yaxis.set_major_formatter(short)
 
     def _draw_line(self, axes: Axes, line: Line, runs: int) -> None:
         color, many = self.color(line), runs > MANY_LINES
@@ -357,15 +357,7 @@ def _set_x(axes: Axes, panel: Panel) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.set_xlim(0, 1.015 * max(high, 1.0 if panel.x == "step" else high))
-    axes.xaxis.set_major_formatter(tick)
-
-
-def tick(value: float, _position: float = 0) -> str:
-    """Format a value on an axis: 0.003, 1e-4, 250, 1.5k, 2.4M."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size <= abs(value) < 1e12:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.0e}".replace("e-0", "e-") if 0 < abs(value) < 1e-3 else f"{value:g}".replace("e+", "e")
+    axes.xaxis.set_major_formatter(short)
 
 
 def _short(value: float) -> float | int | None:

@@ -10,11 +10,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mmqk.lab.formatting import count, listed
+from mmqk.lab.formatting import listed, short
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS
 from mmqk.lab.metrics.families import RATE, learning_rate, model_size
 from mmqk.lab.metrics.outcomes import final_loss, initial_loss, is_trained
@@ -81,7 +82,9 @@ def learning_rates(study: Study) -> Figure | None:
     trained = [m for m in study.modalities if any(is_trained(run, m) for of in groups.values() for run in of.runs)]
     sizes = sorted({size for sweep in groups.values() for size in sweep.sizes})
     sizes = sizes if len(sizes) <= MOST_SIZES else [sizes[0], sizes[-1]]
-    values = {f"final_loss/{m}": (f"final {m} loss (nats)", _capped_loss(m)) for m in trained}
+    values: dict[str, tuple[str, Value]] = {
+        f"final_loss/{m}": (f"final {m} loss (nats)", partial(_capped_loss, modality=m)) for m in trained
+    }
     values["largest_attention_logit"] = ("largest |attention logit|", _logit)
     rates: Any = {"xlabel": "learning rate", "x": "optim.lr", "xlog": True}
     counts: Any = {"xlabel": "parameters without embeddings and head", "x": "parameters", "xlog": True}
@@ -90,7 +93,7 @@ def learning_rates(study: Study) -> Figure | None:
         row = []
         for statistic, (label, value) in values.items():
             lines = [line for color, of in groups.items() for line in _over(of, size, value, color)]
-            title = f"{count(size)} parameters"
+            title = f"{short(size)} parameters"
             row.append(Panel(statistic, title, label, tuple(lines), log=value is _logit, **rates))
         rows.append(row)
     last = []
@@ -142,14 +145,12 @@ def markers(x: Sequence[float], y: Sequence[float], color: str, name: str) -> Li
     return Line("", "", None, np.array(x, dtype=float), np.array(y), color=color, marker="o", group=name)
 
 
-def _capped_loss(modality: str) -> Value:
-    def value(run: Run) -> float:
-        end, start = final_loss(run, modality).value, initial_loss(run, modality)
-        if run.status.status == "diverged" or not math.isfinite(end):
-            return start
-        return min(end, start) if math.isfinite(start) else end
-
-    return value
+def _capped_loss(run: Run, modality: str) -> float:
+    """Return the final loss, or the loss at initialization if the run diverged or ended above it."""
+    end, start = final_loss(run, modality).value, initial_loss(run, modality)
+    if run.status.status == "diverged" or not math.isfinite(end):
+        return start
+    return float(np.fmin(end, start))
 
 
 def _logit(run: Run) -> float:

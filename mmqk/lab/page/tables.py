@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmqk.lab.formatting import DASH, capital, count, duration, listed, nats, number, slug
+from mmqk.lab.formatting import DASH, capital, duration, listed, nats, number, short, slug
 from mmqk.lab.metrics import METRICS
 from mmqk.lab.metrics.outcomes import best_loss, final_loss, initial_loss, is_trained, learned, unigram_entropy
 from mmqk.lab.metrics.probes import FALLING, GROWING, growth_order
@@ -225,7 +225,7 @@ def totals(study: Study) -> str:
     by_status["not started"] += len(study.missing)
     parts = [f"{n} {status}" for status, n in by_status.most_common() if n]
     time = duration(sum(run.status.seconds for run in runs))
-    return " · ".join([*parts, time, f"{count(sum(map(tokens, runs)))} tokens"])
+    return " · ".join([*parts, time, f"{short(sum(map(tokens, runs)))} tokens"])
 
 
 def compared(study: Study) -> str:
@@ -276,13 +276,13 @@ def _parent(study: Study, run: Run) -> str:
 def _changes(run: Run) -> str:
     """Return the fields that a fork changed, and its own fields."""
 
-    def short(value: Any) -> str:
+    def text(value: Any) -> str:
         return f"{value:g}" if isinstance(value, float) else as_text(value, "none")
 
     changes, own = run.forked.get("changed") or (), run.identity.get("fork")
-    changed = [f"{one.get('field')} {short(one.get('from'))} → {short(one.get('to'))}" for one in changes]
+    changed = [f"{one.get('field')} {text(one.get('from'))} → {text(one.get('to'))}" for one in changes]
     if isinstance(own, Mapping):
-        changed += [f"fork.{name} {short(own[name])}" for name in OWN_CHANGES if own.get(name)]
+        changed += [f"fork.{name} {text(own[name])}" for name in OWN_CHANGES if own.get(name)]
     return ", ".join(changed) or "nothing"
 
 

@@ -109,10 +109,10 @@ def effect_bar(verdict: Verdict) -> dict[str, Any] | None:
     """Return where to draw the effect, its interval, and marks at no effect and at the smallest effect of interest,
     in percent of the width of the drawing; None if the claim has no finite effect."""
     effect, claim = verdict.effect, verdict.claim
-    if effect is None or not math.isfinite(effect.value):
+    if effect is None:
         return None
     low, high = (effect.low, effect.high) if effect.has_interval else (effect.value, effect.value)
-    if not (math.isfinite(low) and math.isfinite(high)):
+    if not all(map(math.isfinite, (effect.value, low, high))):
         return None
     marks = sorted({0.0, *(() if math.isnan(claim.min_effect) else claim.thresholds)})
     first, last = min(low, *marks), max(high, *marks)
@@ -170,18 +170,13 @@ def value_table(study: Study, verdict: Verdict) -> Table | None:
     for name in dict.fromkeys(one.name for one in values):
         cells: list[Cell | str] = [Cell(study.label(name), f"#arm-{slug(name)}" if name in study.arms else "")]
         for seed in seeds:
-            of_seed = [one for one in values if (one.name, one.seed) == (name, seed)]
-            cells += [_value_cell(of_seed[0])] if of_seed else [DASH]
+            one = next((one for one in values if (one.name, one.seed) == (name, seed)), None)
+            cross = " ×" if one and one.run and one.run.status.status == "diverged" else ""
+            href = f"#{anchor(one.run)}" if one and one.run else ""
+            cells.append(Cell(f"{number(one.value)}{cross}", href) if one else DASH)
         rows.append(cells)
     heads = [f"{verdict.claim.metric}, by seed", *map(str, seeds)]
     return table("Result of each run; × marks a divergence", heads, rows)
-
-
-def _value_cell(one: Value) -> Cell:
-    if one.run is None:
-        return Cell(number(one.value))
-    cross = " ×" if one.run.status.status == "diverged" else ""
-    return Cell(f"{number(one.value)}{cross}", f"#{anchor(one.run)}")
 
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:

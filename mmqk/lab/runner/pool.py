@@ -1,5 +1,5 @@
-"""Run tasks, several at a time, wherever an executor starts them: on this machine (local.py), as jobs of SLURM
-(slurm.py) or as tasks of Ray (ray.py).
+"""Run tasks, several at a time, wherever an executor starts them: on this machine (local.py), or on
+a cluster (cluster.py).
 
 If a run fails or is killed, the pool records the outcome, and the other runs continue.
 """

@@ -145,7 +145,8 @@ class Follow:
     def _judge_speed(self, view: View, done: int, fresh: float) -> None:
         """Set the time left of a running run that has done this many steps since its start; without a lock and new
         files for ``fresh`` seconds it has stopped."""
-        written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
+        paths = (self.folder / METRICS_NAME, self.folder / STATUS_NAME)
+        written, started = (path.stat().st_mtime if path.exists() else 0.0 for path in paths)
         took = written - started
         if not store.is_locked(self.folder) and time.time() - max(written, started) > fresh:
             view.status = "stopped"
@@ -201,13 +202,6 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
                 name = path.resolve().name if path == folder else path.relative_to(folder).as_posix()
                 follows.append(Follow(name, path))
     return follows
-
-
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 # Tables ---------------------------------------------------------------------------------------------------

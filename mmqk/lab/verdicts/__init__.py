@@ -37,8 +37,6 @@ from mmqk.lab.verdicts.study import Compared, Group, Study, compare
 from mmqk.lab.verdicts.words import interval_text, p_text, say
 from mmqk.store.formatting import plain
 
-__all__ = ["Verdict", "judge"]
-
 # Smaller relative differences in trained targets are not reported: different sequences already cause them.
 ALIKE = 0.01
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -58,13 +57,15 @@ def regime_reached(compared: Compared) -> Check:
     noun = "seeds" if of_rates else "runs"
     unlearned, unknown, untrained = [], [], []
     for name, members in compared.groups.items():
-        units = _units(members.all, of_rates)
+        # In each unit at least one run must have learned: a single run, or the runs that differ only in their rate.
+        units: dict[Any, list[Run]] = {}
+        for place, run in enumerate(members.all):
+            units.setdefault((run.seed, _place(run, RATE)) if of_rates else place, []).append(run)
         where = {"units": f"{len(units)} {noun}", "arm": study.label(name)}
-        states = {m: [_learning(unit, m) for unit in units] for m in study.modalities}
-        first = [(of.index("not learned"), m) for m, of in states.items() if "not learned" in of]
-        for _, modality in sorted(first, key=itemgetter(0)):
-            n = states[modality].count("not learned")
-            unlearned.append(say("unlearned", modality=modality, n=n, **where))
+        states = {m: [_learning(unit, m) for unit in units.values()] for m in study.modalities}
+        missed = {m: of for m, of in states.items() if "not learned" in of}
+        for modality, of in sorted(missed.items(), key=lambda item: item[1].index("not learned")):
+            unlearned.append(say("unlearned", modality=modality, n=of.count("not learned"), **where))
         n = len(units) - sum(any(of[place] != "not trained" for of in states.values()) for place in range(len(units)))
         if n:
             unknown.append(say("no loss", n=n, **where))
@@ -74,15 +75,6 @@ def regime_reached(compared: Compared) -> Check:
     failed = [*unlearned, *unknown]
     parts = [*(failed or [say(f"learned, {noun}")]), *untrained]
     return Check(claim.regime or CHECKS["learned"], not failed, "; ".join(parts))
-
-
-def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
-    """Return groups of runs; in each group at least one run must have learned. A group is a single run or, with
-    ``of_rates``, the runs that differ only in their learning rate."""
-    units: dict[Any, list[Run]] = {}
-    for place, run in enumerate(runs):
-        units.setdefault((run.seed, _place(run, RATE)) if of_rates else place, []).append(run)
-    return list(units.values())
 
 
 def _learning(runs: Sequence[Run], modality: str) -> str:

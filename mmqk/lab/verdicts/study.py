@@ -11,10 +11,9 @@ from typing import Any
 from mmqk.lab.grid.check import at, check_claims
 from mmqk.lab.grid.claims import Claim, as_list, claims_hash, read_claims
 from mmqk.lab.metrics.families import RATE
-from mmqk.lab.runs import Run, read_ablation, read_runs
+from mmqk.lab.runs import Run, read_runs
+from mmqk.store.folder import read_ablation
 from mmqk.store.pack import unpacked
-
-__all__ = ["Claim", "Study", "StudyArm", "load_study"]
 
 HERO_ARMS_AT_MOST = 6
 RATE_METRIC = "final_excess"

@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.lab import judge, load_study, read_runs
+from mmqk.lab.runs import read_runs
+from mmqk.lab.verdicts import judge
 from mmqk.lab.verdicts.checks import within_bound
+from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmqk.lab import read_runs
+from mmqk.lab.runs import read_runs
 from mmqk.monitors import attach
 from mmqk.monitors.summary import over_layers
 from mmqk.store import UserError, read_metrics
