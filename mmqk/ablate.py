@@ -19,7 +19,7 @@ from typing import Any
 
 from mmqk.lab.grid import Grid, load_grids
 from mmqk.lab.grid.claims import check_arms
-from mmqk.lab.runner.local import PRELOAD, TRAIN, Local, cores, gpus, start_server
+from mmqk.lab.runner.executors import PRELOAD, TRAIN, Local, Ray, Slurm, cores, gpus, start_server
 from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, Executor, Pool
 from mmqk.lab.runner.session import Session, check_out, outcome_table, take_runs, time_left
@@ -118,8 +118,6 @@ def _executor(options: argparse.Namespace, out: Path) -> Executor:
     Raises:
         UserError: its extra is not installed.
     """
-    from mmqk.lab.runner.cluster import Ray, Slurm
-
     name = options.executor
     try:
         return Slurm(out, options.job) if name == "slurm" else Ray(options.job)

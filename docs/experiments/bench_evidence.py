@@ -20,8 +20,7 @@ from mmqk import load_runs
 from mmqk.bench.evidence import FILE, SPACINGS, evidence, nearest, shape
 from mmqk.bench.facts import RULES, compared, departures, facts, scaled, scores, together
 from mmqk.bench.kinds import SETTLED, findings
-from mmqk.bench.outcomes import outcomes
-from mmqk.bench.traces import Trace, alarms_in, labelled, metrics_table, split_hash
+from mmqk.bench.traces import Trace, alarms_in, labelled, metrics_table, outcomes, split_hash
 from mmqk.lab.metrics.outcomes import final_loss
 from mmqk.store import AlarmRules, parsed_tag, write_atomic
 from mmqk.store.rules import LOGITS, NORMS

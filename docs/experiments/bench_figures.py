@@ -18,9 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from mmqk import load_runs
-from mmqk.bench.outcomes import outcomes
 from mmqk.bench.score import Score
-from mmqk.bench.traces import WORSE_NATS
+from mmqk.bench.traces import WORSE_NATS, outcomes
 
 COLORS = {"saved": "#009E73", "delayed": "#E69F00", "lost": "#D55E00", "": "#b3bac2"}  # Okabe and Ito; gray
 

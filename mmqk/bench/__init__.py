@@ -25,27 +25,22 @@ def main(argv: list[str] | None = None) -> int:
     add("--thresholds", type=Path, metavar="FILE", help="scores of another call (--json) whose thresholds to use")
     add("--json", type=Path, metavar="FILE", help="file for the scores as JSON")
     add("--outcomes", action="store_true", help="show instead what changes do to failing runs (zoo, rescue)")
-    add("--pack", type=Path, metavar="ZIP", help="pack the runs into this file, with what the rules here read")
     options = parser.parse_args(argv)
 
     from mmqk import load_runs
 
-    if options.pack is not None:
-        from mmqk.bench.traces import DIGITS, STATISTICS
-        from mmqk.store.pack import write_pack
-
-        write_pack(Path(options.runs), options.pack, small=True, only=STATISTICS, digits=DIGITS)
     runs = [*load_runs(options.runs)]
     if options.outcomes:
-        from mmqk.bench.outcomes import markdown, outcomes, what_fails_first
+        from mmqk.bench.kinds import what_fails_first
+        from mmqk.bench.traces import outcomes, outcomes_table
 
         table = outcomes(runs)
         scores: list[Any] = table.to_dict("records")
-        text = f"{markdown(table)}\n\n{what_fails_first(runs)}"
+        text = f"{outcomes_table(table)}\n\n{what_fails_first(runs)}"
     else:
         from mmqk.bench import kinds, score
         from mmqk.bench.rules import BASELINES, CANDIDATES
-        from mmqk.bench.traces import LABELS, labelled, split_hash
+        from mmqk.bench.traces import LABELS, LASTING, labelled, split_hash
         from mmqk.model.patch import allow_patch, named_function
 
         labels = options.labels or LABELS
@@ -60,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = score.table(traces, [*BASELINES, *CANDIDATES, *own], options.side, known)
         chosen = [trace for trace in traces if trace.side == options.side]
         head = f"{len(chosen)} runs of side {options.side}; split {split_hash(labels)}"
-        alarmed = [any(trace.alarms[name].any() for name in score.LASTING) for trace in chosen]
+        alarmed = [any(trace.alarms[name].any() for name in LASTING) for trace in chosen]
         which = [kinds.confusion(chosen, alarmed), kinds.places(chosen)]
         text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), *which])
         scores = [asdict(row) for row in rows]

@@ -6,14 +6,15 @@ answer is "don't know".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from mmqk.bench.traces import Trace
+from mmqk.bench.traces import HEALTHY, LASTING, NONE, Label, Trace, parts_of
 from mmqk.lab.formatting import markdown_table
+from mmqk.lab.runs import Run
 from mmqk.store.metrics import parsed_tag
 
 DONT_KNOW, NO_FAULT = "don't know", "no fault"
@@ -217,3 +218,19 @@ def places(traces: Sequence[Trace]) -> str:
             tag = parsed_tag(found[0].series)
             right.append(tag.layer == label.layer if label.modality is None else tag.modality == label.modality)
     return f"layer or modality of the first sign: right in {sum(right)} of {len(right)} runs"
+
+
+def what_fails_first(runs: Iterable[Run]) -> str:
+    """Return a row for each failing run without a change: the first sign, the first lasting
+    alarm, and the step from which the run is worse than the healthy run of its seed, as a table in Markdown."""
+    finished = [run for run in runs if run.status.finished]
+    twins = {run.seed: Trace(run, Label(), "judge") for run in finished if run.arm == HEALTHY}
+    lines = []
+    for run in (run for run in finished if parts_of(run)[0] == NONE):
+        trace = Trace(run, Label(parts_of(run)[1]), "judge", twins.get(run.seed))
+        sign = next(([f"{one.sign.kind} @{one.step}", one.series] for one in findings(trace.metrics)), ["none", ""])
+        alarms = [(at.index[at > 0][0], name) for name, at in trace.alarms.items() if name in LASTING and at.any()]
+        alarm = next((f"{name} @{step}" for step, name in sorted(alarms)), "none")
+        lines.append([trace.label.kind, str(run.seed), *sign, alarm, str(trace.failed_at or "")])
+    heads = ["failure", "seed", "first sign", "its series", "first alarm", "fails from"]
+    return markdown_table(heads, lines, "---")

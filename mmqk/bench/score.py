@@ -13,14 +13,13 @@ import pandas as pd
 from scipy import stats
 
 from mmqk.bench.rules import Rule
-from mmqk.bench.traces import Trace
+from mmqk.bench.traces import LASTING, Trace
 from mmqk.lab.formatting import markdown_table
 from mmqk.store import UserError
 from mmqk.store.alarms import NAMES
 
 FALSE_ALARMS = 1 / 20  # of the healthy runs, at which rules are compared
 WARMUP = 50  # steps at the start of every run without alarms of the candidates
-LASTING = [name for name in NAMES if not name.startswith("spike")]  # a spike alone can be one hard batch
 
 
 @dataclass(frozen=True)

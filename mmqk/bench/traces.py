@@ -1,7 +1,9 @@
-"""Runs of the bench with their labels: what is wrong, from which step, and on which side of the split."""
+"""Runs of the bench with their labels: what is wrong, from which step, on which side of the split, when a run has
+failed, and what a change does to failing runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from mmqk.lab.formatting import markdown_table
 from mmqk.lab.runs import Run
 from mmqk.store import AlarmRules, UserError, find_file, identity_hash
 from mmqk.store.alarms import NAMES
@@ -19,16 +22,8 @@ from mmqk.store.rules import Alarm
 LABELS = "configs/failures/bench/labels.yaml"
 WORSE_NATS = 0.25  # above the healthy run of the seed: the run has failed
 SMOOTH = 50  # steps of a median of losses
+LASTING = [name for name in NAMES if not name.startswith("spike")]  # a spike alone can be one hard batch
 WHOLE = "loss/all"  # the name under which the rules read a loss that is not split by modality
-# What the rules and the signs read, and so what a pack of the bench has, with this number of digits.
-DIGITS = 4
-STATISTICS = (
-    "loss", "grad_norm", "lr", "log_z", "attn_logit_absmax", "attn_entropy", "attn_rank", "q_norm", "k_norm",
-    "q_norm_max", "k_norm_max", "resid_norm", "final_norm", "embed_row_norm", "update_rms", "adam_below_eps",
-    "w_q_stable_rank", "w_k_stable_rank", "w_q_norm", "w_k_norm", "w_v_norm", "w_o_norm", "w_gate_norm",
-    "w_up_norm", "w_down_norm", "w_q_grad_over_v", "w_k_grad_over_v", "w_v_grad_over_v", "w_o_grad_over_v",
-    "w_gate_grad_over_v", "w_up_grad_over_v", "w_down_grad_over_v", "embed_grad_over_v", "head_grad_over_v",
-)  # fmt: skip
 Side = Literal["develop", "judge"]
 
 
@@ -155,3 +150,71 @@ def labelled(runs: list[Run], labels: str = LABELS) -> list[Trace]:
         traces.append(Trace(run, label, "judge" if judged else "develop"))
     twins = {trace.run.seed: trace for trace in traces if trace.run.arm == content["twin"]}
     return [replace(trace, twin=twins.get(trace.run.seed)) for trace in traces]
+
+
+# What a change does to runs that fail: the zoo, and the rescue map --------------------------------------------------
+
+# The grid has an arm ``healthy``; arms that fail, named ``none-FAILURE``; and arms with a change, named
+# ``CHANGE-FAILURE``, or ``CHANGE-FAILURE-STEP`` if they are forks.
+HEALTHY, NONE = "healthy", "none"
+DELAYED = 0.1  # of the run: how much later a delayed failure is
+
+
+def outcomes(runs: Iterable[Run]) -> pd.DataFrame:
+    """Return a row for each run of a change.
+
+    Columns: ``change``; ``failure``; ``at``, the step of the fork, 0 for a run from the start; ``seed``;
+    ``outcome``: saved (it does not fail), delayed (it fails, but later by a tenth of the run than without the
+    change) or lost; empty if the run without the change does not fail either; ``cost``: final loss minus that of the
+    healthy run, nats, mean of the modalities.
+
+    Raises:
+        UserError: a run of the arm ``healthy`` or ``none`` is missing.
+    """
+    found = [run for run in runs if run.status.finished]
+    named = {(*parts_of(run), run.seed): run for run in found}
+    tables = {run.name: metrics_table(run) for run in found}
+    rows = []
+    for run in (run for run in found if run.arm != HEALTHY):
+        change, failure, at = parts_of(run)
+        healthy, parent = named.get((HEALTHY, "", 0, run.seed)), named.get((NONE, failure, 0, run.seed))
+        if healthy is None or parent is None:
+            raise UserError(f"{run.name} has no finished run of the arms {HEALTHY} and {NONE} beside it: train them")
+        twin = tables[healthy.name]
+        fails, would = (fails_from(one, tables[one.name], twin) for one in (run, parent))
+        late = fails is not None and would is not None and fails >= would + DELAYED * parent.planned_steps
+        cost = (_final(tables[run.name]) - _final(twin)).mean()
+        outcome = "" if would is None else "saved" if fails is None else "delayed" if late else "lost"
+        rows.append((change, failure, at, run.seed, outcome, cost))
+    return pd.DataFrame(rows, columns=["change", "failure", "at", "seed", "outcome", "cost"])
+
+
+def parts_of(run: Run) -> tuple[str, str, int]:
+    """Return the change, the failure and the step of the fork that the name of an arm has."""
+    name, _, last = run.arm.rpartition("-")
+    at = int(last) if name and last.isdecimal() else 0
+    change, _, failure = (name if at else run.arm).rpartition("-")
+    return (change, failure, at) if change else (failure, "", 0)
+
+
+def _final(metrics: pd.DataFrame) -> pd.Series:
+    """Return the median of the last `SMOOTH` losses of each modality."""
+    return metrics.filter(regex="^loss/").apply(lambda loss: loss.dropna().iloc[-SMOOTH:].median())
+
+
+def outcomes_table(table: pd.DataFrame) -> str:
+    """Return a row per change and a column per failure and step: how many seeds were saved or delayed, and the mean
+    cost."""
+    columns = sorted({(f, at) for f, at in zip(table["failure"], table["at"], strict=True)})
+    names = [f"{failure} @{at}" if at else failure for failure, at in columns]
+    lines = []
+    for change, rows in table.groupby("change", sort=False):
+        cells = [str(change)]
+        for failure, at in columns:
+            cell = rows[(rows["failure"] == failure) & (rows["at"] == at)]
+            judged, counts = cell[cell["outcome"] != ""], cell["outcome"].value_counts()
+            said = ", ".join(f"{counts[name]} {name}" for name in ("saved", "delayed") if name in counts)
+            said = said or ("lost" if len(judged) else "did not fail" if len(cell) else "")
+            cells.append(f"{said} {cell['cost'].mean():+.2f}" if len(cell) else "")
+        lines.append(cells)
+    return markdown_table(["change", *names], lines)

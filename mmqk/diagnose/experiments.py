@@ -21,8 +21,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from mmqk.bench.score import LASTING
-from mmqk.bench.traces import SMOOTH, metrics_table
+from mmqk.bench.traces import LASTING, SMOOTH, metrics_table
 from mmqk.inspection.step import Position
 from mmqk.lab.runs import Run, read_runs
 from mmqk.store import UserError

@@ -21,8 +21,7 @@ import yaml
 from mmqk.bench.evidence import Rates, evidence, nearest, shape
 from mmqk.bench.facts import Departure, Fact, departures, facts
 from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope
-from mmqk.bench.score import LASTING
-from mmqk.bench.traces import alarms_in
+from mmqk.bench.traces import LASTING, alarms_in
 from mmqk.diagnose.logs import Log
 from mmqk.store import Alarm, AlarmRules, find_file, parsed_tag
 

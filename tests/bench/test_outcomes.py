@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from mmqk.bench.outcomes import markdown, outcomes, what_fails_first
+from mmqk.bench.kinds import what_fails_first
+from mmqk.bench.traces import outcomes, outcomes_table
 from mmqk.lab.grid import load_grid
 from mmqk.store import Status, UserError
 
@@ -48,7 +49,7 @@ def test_outcomes_and_costs():
     }  # fmt: skip
     assert table.loc[("qk_norm", "rate", 0), "cost"] == pytest.approx(0.2)
     assert table.loc[("none", "rate", 0), "cost"] == pytest.approx(2.0)
-    text = markdown(outcomes(runs))
+    text = outcomes_table(outcomes(runs))
     assert "| change | rate | rate @100 | rate @150 | scale |" in text
     assert "| my-clip |  | 1 delayed +2.00 | lost +2.00 |  |" in text
 

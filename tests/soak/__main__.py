@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.runner.local import PRELOAD, start_server
+from mmqk.lab.runner.executors import PRELOAD, start_server
 from tests.soak.cases import attempt
 
 # Modules of this folder.

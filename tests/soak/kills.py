@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmqk.lab.runner.local import PRELOAD
+from mmqk.lab.runner.executors import PRELOAD
 from mmqk.store import cli_main, is_locked, read_alarms, read_metrics
 from mmqk.train import main
 from tests.faulty_disk import Disk

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from mmqk.lab.runner.local import PRELOAD, start_server
+from mmqk.lab.runner.executors import PRELOAD, start_server
 
 SECONDS = 120.0
 

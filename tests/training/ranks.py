@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mmqk.lab.runner.local import PRELOAD, start_server
+from mmqk.lab.runner.executors import PRELOAD, start_server
 
 RANKS = 2
 SECONDS = 180.0

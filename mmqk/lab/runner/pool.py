@@ -1,5 +1,4 @@
-"""Run tasks, several at a time, wherever an executor starts them: on this machine (local.py), or on
-a cluster (cluster.py).
+"""Run tasks, several at a time, wherever an executor (executors.py) starts them.
 
 If a run fails or is killed, the pool records the outcome, and the other runs continue.
 """

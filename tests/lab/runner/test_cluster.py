@@ -11,7 +11,7 @@ import pytest
 import mmqk.lab.runner.pool as pools
 import mmqk.lab.runner.table as tables
 from mmqk import ablate
-from mmqk.lab.runner.local import Local, cores, gpus
+from mmqk.lab.runner.executors import Local, cores, gpus
 from mmqk.lab.runner.pool import Pool, Task, TaskOutcome
 from mmqk.lab.runner.session import time_left
 from mmqk.store import RunFolder, identity_hash, read_status

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.runner.local import PRELOAD, Local
+from mmqk.lab.runner.executors import PRELOAD, Local
 from mmqk.lab.runner.pool import Pool, Task, TaskOutcome, standing
 from mmqk.store import RunFolder, identity_hash, is_locked, read_json, read_status
 
@@ -148,7 +148,7 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 from fake_train import identity_of
-from mmqk.lab.runner.local import Local
+from mmqk.lab.runner.executors import Local
 from mmqk.lab.runner.pool import Pool, Task
 from mmqk.store import identity_hash
 
