@@ -21,7 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     add("runs", help="folder or pack of the runs of configs/failures/bench.yaml, or of zoo.yaml or rescue.yaml")
     add("--rule", action="append", default=[], metavar="module:function", help="score this rule too")
     add("--side", choices=("develop", "judge"), default="develop", help="side of the split (default: develop)")
-    add("--labels", metavar="FILE", help="what is wrong in each arm (default: the labels of mmqk)")
+    text = "what is wrong in each arm (default: the labels of mmqk)"
+    add("--labels", metavar="FILE", default="configs/failures/bench/labels.yaml", help=text)
     add("--thresholds", type=Path, metavar="FILE", help="scores of another call (--json) whose thresholds to use")
     add("--json", type=Path, metavar="FILE", help="file for the scores as JSON")
     add("--outcomes", action="store_true", help="show instead what changes do to failing runs (zoo, rescue)")
@@ -40,21 +41,20 @@ def main(argv: list[str] | None = None) -> int:
     else:
         from mmqk.bench import kinds, score
         from mmqk.bench.rules import BASELINES, CANDIDATES
-        from mmqk.bench.traces import LABELS, LASTING, labelled, split_hash
+        from mmqk.bench.traces import LASTING, labelled, split_hash
         from mmqk.model.patch import allow_patch, named_function
 
-        labels = options.labels or LABELS
         try:
             for name in options.rule:
                 allow_patch(name)
             own = [named_function(name) for name in options.rule]
         except ValueError as error:
             raise UserError(f"--rule: {error}") from error
-        traces = labelled(runs, labels)
+        traces = labelled(runs, options.labels)
         known = {} if options.thresholds is None else score.thresholds(options.thresholds)
         rows = score.table(traces, [*BASELINES, *CANDIDATES, *own], options.side, known)
         chosen = [trace for trace in traces if trace.side == options.side]
-        head = f"{len(chosen)} runs of side {options.side}; split {split_hash(labels)}"
+        head = f"{len(chosen)} runs of side {options.side}; split {split_hash(options.labels)}"
         alarmed = [any(trace.alarms[name].any() for name in LASTING) for trace in chosen]
         which = [kinds.confusion(chosen, alarmed), kinds.places(chosen)]
         text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), *which])

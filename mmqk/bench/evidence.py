@@ -121,14 +121,11 @@ def shape(metrics: pd.DataFrame) -> dict[str, list[float]] | None:
     return {name: [round(float(value), 4) for value in values] for name, values in parts.items()}
 
 
-def distance(a: Shape, b: Shape) -> float:
-    """Return the mean over the series of the root mean square of their differences."""
-    return float(np.mean([np.sqrt(np.mean(np.subtract(a[name], b[name]) ** 2)) for name in a]))
-
-
 def nearest(of: Shape, zoo: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Return the failures of the zoo and the distance of the nearest run of each, the nearest first."""
+    """Return the failures of the zoo and the distance of the nearest run of each, the nearest first. A distance is the
+    mean over the series of the root mean square of their differences."""
     found: dict[str, float] = {}
     for run in zoo:
-        found[run["failure"]] = min(found.get(run["failure"], math.inf), distance(of, run["shape"]))
+        far = [np.sqrt(np.mean(np.subtract(values, run["shape"][name]) ** 2)) for name, values in of.items()]
+        found[run["failure"]] = min(found.get(run["failure"], math.inf), float(np.mean(far)))
     return sorted(found.items(), key=lambda item: item[1])

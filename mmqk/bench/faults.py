@@ -88,7 +88,7 @@ def loud_image_rows(model: EarlyFusionTransformer) -> None:
 def bf16_stream(model: EarlyFusionTransformer) -> None:
     """Round the residual stream to bf16 after each block."""
     for block in model.blocks:
-        block.register_forward_hook(_round)
+        block.register_forward_hook(lambda _, __, output: (output[0].bfloat16().to(output[0].dtype), output[1]))
 
 
 def bf16_gains(model: EarlyFusionTransformer) -> None:
@@ -100,7 +100,7 @@ def bf16_gains(model: EarlyFusionTransformer) -> None:
 
 def future_leak(model: EarlyFusionTransformer) -> None:
     """Add half of the next token's embedding to each token."""
-    model.embed.register_forward_hook(_look_ahead)
+    model.embed.register_forward_hook(lambda _, __, x_BTD: x_BTD + 0.5 * x_BTD.roll(-1, dims=1))
 
 
 def corrupted_rows(rows: list[Row], step: int, order: TrainingOrder) -> list[Row]:
@@ -176,14 +176,6 @@ def _attentions(model: EarlyFusionTransformer) -> list[Any]:
 
 def _channels(model: EarlyFusionTransformer) -> slice:
     return slice(HEAD * model.config.head_dim, (HEAD + 1) * model.config.head_dim)
-
-
-def _round(block: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    return output[0].bfloat16().to(output[0].dtype), output[1]
-
-
-def _look_ahead(embed: nn.Module, inputs: Any, x_BTD: Tensor) -> Tensor:
-    return x_BTD + 0.5 * x_BTD.roll(-1, dims=1)
 
 
 def _rows_of(step: int, count: int, order: TrainingOrder) -> list[Row]:

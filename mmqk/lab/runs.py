@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce, wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,12 +76,6 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
         records = [parse_line(line) for line in lines]
     whole = [record for record in records if is_record(record)]
     return Columns(whole, truncated=len(whole) < len(lines))
-
-
-def aligned(series: Sequence[Series]) -> Series:
-    """Return the steps that all series have, and a table of the values at these steps with one row per series."""
-    steps = reduce(np.intersect1d, [at for at, _ in series])
-    return steps, np.stack([values[np.searchsorted(at, steps)] for at, values in series])
 
 
 def _number(value: Any) -> float | None:

@@ -315,13 +315,8 @@ def alarm_of_line(line: bytes) -> Alarm | None:
     """Return the alarm in a line; None if the line is damaged."""
     try:
         record = json.loads(line)
-        return Alarm(
-            str(record["name"]),
-            int(record["step"]),
-            str(record["tag"]),
-            from_json(record["value"]),
-            from_json(record["threshold"]),
-            str(record["sentence"]),
-        )
+        name, tag, sentence = (str(record[key]) for key in ("name", "tag", "sentence"))
+        value, threshold = (from_json(record[key]) for key in ("value", "threshold"))
+        return Alarm(name, int(record["step"]), tag, value, threshold, sentence)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

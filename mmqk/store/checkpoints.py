@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -144,10 +145,8 @@ def check_digest(path: Path, footer: bytes | None = None) -> None:
 
 def set_aside(path: Path) -> Path:
     """Rename an unusable checkpoint, so that no run loads it and no data are lost; return its new path."""
-    for number in range(1, 10**6):
-        aside = path.with_name(path.name + REFUSED_SUFFIX + (f".{number}" if number > 1 else ""))
-        if not aside.exists():
-            os.rename(path, aside)
-            sync_folder(path.parent)
-            return aside
-    raise OSError(errno.EEXIST, "too many refused files", str(path))
+    names = (path.name + REFUSED_SUFFIX + (f".{number}" if number > 1 else "") for number in itertools.count(1))
+    aside = next(aside for name in names if not (aside := path.with_name(name)).exists())
+    os.rename(path, aside)
+    sync_folder(path.parent)
+    return aside

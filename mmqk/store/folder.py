@@ -361,11 +361,10 @@ def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         if others:
             raise UserError(f"{path} is not a run folder and has other files ({others[0]}): give another --out")
         return None
-    record = read_run(path)
+    record = read_run(path) or {}
     for key in ("id", "code", "identity"):
-        if record is None or key not in record:
+        if key not in record:
             raise DamagedFile(path / RUN_NAME, f"it has no {key}", "give another --out or remove the folder")
-    assert record is not None
     read_status(path)
     fields = differing_fields(record["identity"], identity)
     if fields:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -315,11 +315,10 @@ def _joined_claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
 def _joined_report(grids: Sequence[Grid]) -> Mapping[str, Any]:
     """Merge the report settings: lists are joined, and any other value is taken from the first grid that sets it."""
     joined: dict[str, Any] = {}
-    for key in (field.name for field in fields(Report)):
-        for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):
-            old = joined.get(key, [])
-            if isinstance(value, list) and isinstance(old, list):
-                joined[key] = [*old, *(v for v in value if v not in old)]
-            elif value is not None:
-                joined.setdefault(key, value)
+    for key, value in (item for grid in grids for item in (grid.raw.get("report") or {}).items()):
+        old = joined.get(key, [])
+        if isinstance(value, list) and isinstance(old, list):
+            joined[key] = [*old, *(v for v in value if v not in old)]
+        elif value is not None:
+            joined.setdefault(key, value)
     return joined

@@ -21,13 +21,12 @@ from mmqk.store import UserError, identity_hash
 CHECKS = {"learned": "modalities learned", "declared": "arms differ only as declared", "seeds": "enough seeds"}
 # Fields that name another claim, whose verdict must be computed first.
 LEANS = ("positive_control", "manipulation_check")
-# Old names of fields and their new names. The hash of the claims uses the old names, so that the hash does not
-# change.
-RENAMED = {
-    "mark": "source_access",
-    "number_there": "reference_value",
-    "falsifier": "would_contradict",
-    "delta": "min_effect",
+# Old names of fields. The hash of the claims uses them, so that the hash does not change.
+OLD_NAMES = {
+    "source_access": "mark",
+    "reference_value": "number_there",
+    "would_contradict": "falsifier",
+    "min_effect": "delta",
 }
 
 
@@ -153,9 +152,8 @@ class Report:
 
 def claims_hash(grid: Mapping[str, Any]) -> str:
     """Return the hash of the claims and hypotheses of a grid. The hash does not depend on the rest of the grid."""
-    first = {new: old for old, new in RENAMED.items()}
     claims = grid.get("claims") or []
-    record = {"claims": [{first.get(k, k): v for k, v in c.items() if k != "grid"} for c in claims]}
+    record = {"claims": [{OLD_NAMES.get(k, k): v for k, v in c.items() if k != "grid"} for c in claims]}
     return identity_hash(record | ({"hypotheses": grid["hypotheses"]} if grid.get("hypotheses") else {}))
 
 
@@ -169,7 +167,7 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         path: path of the grid, for error messages.
 
     Raises:
-        UserError: an unknown or renamed field, a wrong type, a claim without a unique id, or the name of an arm or
+        UserError: an unknown field, a wrong type, a claim without a unique id, or the name of an arm or
             claim that does not exist.
     """
     if not isinstance(values or [], list | tuple):
@@ -180,8 +178,6 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         if not isinstance(record.get("id"), str) or record["id"] in [claim.id for claim in claims]:
             raise UserError(f"{path}: claims[{place}] has no unique id: give it one, as text")
         where = f"{path}: claim {record['id']}"
-        if old := [f"{name} to {new}" for name, new in RENAMED.items() if name in record]:
-            raise UserError(f"{where} has fields with old names: rename {', '.join(old)}")
         # A claim merged from another grid keeps the alpha family of that grid.
         family = record.pop("grid", None) or grid
         if isinstance(record.get("arms"), str):

@@ -10,6 +10,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from mmqk.lab.formatting import capital, slug
 from mmqk.lab.metrics import METRICS, Metric, find_metric
 from mmqk.lab.page.figure import FEW_ARMS, GRAY, Figure, Line, Panel, arm_colors, families, ramp
 from mmqk.lab.page.verdicts import claim_values
-from mmqk.lab.runs import EMPTY, Run, Series, aligned
+from mmqk.lab.runs import EMPTY, Run, Series
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.measure import TIME, middle, times_to_failure
 from mmqk.lab.verdicts.study import Study
@@ -294,7 +295,8 @@ def median_line(arm: str, modality: str, series: Sequence[Series], points: int) 
     measured = [one for one in series if len(one[0])]
     if not measured:
         return []
-    steps, table = aligned(measured)
+    steps = reduce(np.intersect1d, [at for at, _ in measured])
+    table = [values[np.searchsorted(at, steps)] for at, values in measured]
     x, y = thinned((steps, np.median(table, axis=0)), points)
     return [Line(arm, modality, None, x, y, "median")] if len(x) else []
 

@@ -199,17 +199,15 @@ def time_ratio(runs: Sequence[Run], against: Sequence[Run]) -> Effect | None:
     places = {_place(run) for run in [*runs, *against]}
     if len(places) > 1:
         return None
-    one, two = (dict(enumerate(filter(None, map(_log_time, side)))) for side in (runs, against))
+    one, two = (
+        dict(enumerate(-math.log(float(np.median(speeds))) for r in side if len(speeds := r.series("tokens_per_s")[1])))
+        for side in (runs, against)
+    )
     return paired_effect(one, two, None) if min(len(one), len(two)) > 1 else None
 
 
 def _place(run: Run) -> str:
     return f"{run.details.get('machine')} {(run.details.get('device') or {}).get('name')}"
-
-
-def _log_time(run: Run) -> float | None:
-    _, speeds = run.series("tokens_per_s")
-    return -math.log(float(np.median(speeds))) if len(speeds) else None
 
 
 def _parameters(runs: Sequence[Run], against: Sequence[Run]) -> int | None:
