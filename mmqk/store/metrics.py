@@ -109,17 +109,11 @@ def parse_vocab_sizes(text: str) -> dict[str, int]:
         pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError:
         pairs = []
-    sizes, reason = dict(pairs), ""
-    try:
-        for name in sizes:
-            tag("loss", name)
-    except ValueError as error:
-        reason = f" ({error})"
-    invalid = not sizes or len(sizes) < len(pairs) or min(sizes.values()) < 1
-    if reason or invalid or not all(name.isidentifier() for name in sizes):
+    sizes = dict(pairs)
+    named = all(name.isidentifier() and not _LAYER.fullmatch(name) for name in sizes)
+    if not sizes or not named or len(sizes) < len(pairs) or min(sizes.values()) < 1:
         raise UserError(
-            f"--vocab-sizes is {text!r}{reason}: give each modality once with its number of ids, such as"
-            " text=65536,image=8192."
+            f"--vocab-sizes is {text!r}: give each modality once with its number of ids, such as text=65536,image=8192."
         )
     return sizes
 

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from mmqk.lab.effects import FEWEST_OF_EACH
-from mmqk.lab.exact import Counts
+from mmqk.lab.exact import FAMILY_LEVEL, Counts
 from mmqk.lab.formatting import plural
 from mmqk.lab.grid.arms import Job
 from mmqk.lab.grid.claims import CHECKS, Claim
@@ -110,7 +110,6 @@ def point_label(point: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in point.items())
 
 
-LEVEL = 0.05
 # The smallest number of seeds per arm for which docs/evidence.md reports the coverage of the intervals.
 FEWEST_SEEDS = 3
 
@@ -214,7 +213,7 @@ def _too_few_to_count(claim: Claim, n: int, m: int) -> str:
         return ""
     most = Counts(n, n, 0, m) if claim.sign > 0 else Counts(0, n, m, m)
     p = max(most.p_at(claim.thresholds[0]), most.fisher)
-    if abs(most.value) > claim.min_effect and p <= LEVEL:
+    if abs(most.value) > claim.min_effect and p <= FAMILY_LEVEL:
         return ""
     runs = plural(n, "run") if n == m else f"{n} and {m} runs"
     return (
