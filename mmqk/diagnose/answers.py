@@ -28,7 +28,7 @@ from mmqk.store.formatting import plural, text_table
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS, WIDEST = 8, 56  # of a table, and characters of a cell of the terminal page
-Section = tuple[str, list[list[str]], list[str]]  # title, table with its head, notes
+Section = tuple[str, list[list[str]], list[str]]  # title, table with its head (left out without rows), notes
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def sections(found: Diagnosis) -> list[Section]:
     rows = [[m["statistic"], m["decides"], f"{m['more']:+d}", m["how"]] for m in found.missing]
     last = f"Log next: {found.missing[0]['statistic']}." if rows else "It has all statistics that the signs read."
     head = ["not logged", "would decide", "more runs named right", "how"]
-    parts.append(("What this log cannot tell", [head, *rows] if rows else [], [last]))
+    parts.append(("What this log cannot tell", [head, *rows], [last]))
     return parts
 
 
@@ -178,7 +178,7 @@ def _events(found: Diagnosis) -> list[Section]:
     ]  # fmt: skip
     head = ["step", "fact", "series", "value", "before", *rates]
     notes = [f"{f.name}: {f.meaning}." for f in found.facts] or ["None."]
-    parts: list[Section] = [("Plain facts", [head, *rows] if rows else [], notes)]
+    parts: list[Section] = [("Plain facts", [head, *rows], notes)]
     head = ["step", "series", "value", "its past", "limit", "back at", *rates]
     rows = [
         [f"{d.step:,}", d.tag, number(d.value), number(d.before), number(d.limit), f"{d.back:,}" if d.back else "–",
@@ -191,9 +191,7 @@ def _events(found: Diagnosis) -> list[Section]:
         " and the rule of three values were chosen with those runs in view, so expect worse."
     )
     said = note.format(*found.departure_rates["any"]) if rows else "No series left its range."
-    parts.append(
-        ("What left its range first (each series against its own past)", [head, *rows] if rows else [], [said])
-    )
+    parts.append(("What left its range first (each series against its own past)", [head, *rows], [said]))
     head = ["step", "alarm", "series", "value", "threshold", "begins", *rates, "10,000 steps"]
     rows = [
         [f"{a.step:,}", a.name, a.series, number(a.value), number(a.threshold), f"{a.count}×",
@@ -202,7 +200,7 @@ def _events(found: Diagnosis) -> list[Section]:
          "not scored" if a.late is None else "{hits} of {faults}, {accused} of {healthy}".format(**a.late)]
         for a in found.alarms
     ]  # fmt: skip
-    parts.append(("Alarms", [head, *rows] if rows else [], [] if rows else ["No alarm fired."]))
+    parts.append(("Alarms", [head, *rows], [] if rows else ["No alarm fired."]))
     head = ["step", "kind", "series", "reading", "limit", "right when named first", "healthy accused", "found"]
     rows = [
         [f"{k.step:,}", k.kind, k.series, number(k.value), number(k.limit),
@@ -212,7 +210,7 @@ def _events(found: Diagnosis) -> list[Section]:
     ]  # fmt: skip
     notes = [f"{k.kind}: {k.meaning}." for k in found.kinds] or ["No sign of a kind of fault."]
     notes += [f"Not read: the sign of {row['kind']} ({row['statistic']}): {row['why']}." for row in found.not_read]
-    parts.append(("Kinds of fault whose signs fired", [head, *rows] if rows else [], notes))
+    parts.append(("Kinds of fault whose signs fired", [head, *rows], notes))
     return parts
 
 
@@ -244,7 +242,7 @@ def lines(parts: Sequence[Section]) -> list[str]:
             ]
             for row in table
         ]
-        text += [f"  {row.rstrip()}" for row in text_table(cut, set(range(9)))] if cut else []
+        text += [f"  {row.rstrip()}" for row in text_table(cut, set(range(9)))] if table[1:] else []
         text += [f"  {one_line(note)}" for note in notes]
     return text
 

@@ -189,13 +189,11 @@ def _alarms(log: Log, rates: Rates) -> list[Fired]:
         found.setdefault(alarm.name, []).append(alarm)
     scores = json.loads(find_file("reports/bench/late.json").read_text(encoding="utf-8"))
     late = {row["rule"].removeprefix("alarm "): row for row in scores}
-    keys = ("hits", "faults", "accused", "healthy")
     fired = []
-    for name, alarms in found.items():
-        a = alarms[0]
-        of_late = {key: late[name][key] for key in keys} if name in late else None
-        of = (a.step, a.tag, a.value, a.threshold, a.sentence, len(alarms), name in LASTING, rates.alarm(name), of_late)
-        fired.append(Fired(name, *of))
+    for name, (a, *more) in found.items():
+        of_late = {k: late[name][k] for k in ("hits", "faults", "accused", "healthy")} if name in late else None
+        of = (a.step, a.tag, a.value, a.threshold, a.sentence, 1 + len(more), name in LASTING, rates.alarm(name))
+        fired.append(Fired(name, *of, of_late))
     return sorted(fired, key=lambda one: one.step)
 
 

@@ -90,9 +90,7 @@ class Origins:
 
     def set(self, value: Any, origin: Origin | None) -> None:
         """Set the origin of every tensor in ``value``; do nothing if ``origin`` is None."""
-        if origin is None:
-            return
-        for x in tensors_in(value):
+        for x in tensors_in(value) if origin is not None else ():
             self._of[x] = origin
 
     def trace(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
