@@ -1,7 +1,7 @@
 """Coordinate check: the slope of every statistic over the width, without and with µP.
 
     mmqk ablate coordinates --jobs 2
-    python docs/experiments/coordinates.py runs/coordinates    prints the table; writes coordinates.csv and .png
+    python docs/experiments/coordinates.py reports/examples/coordinates.zip    prints, writes coordinates.csv and .png
 
 The slope is that of log(statistic) over log(width), widths 32 to 256, fitted for each seed; 0 means that the width does
 not change the statistic. The interval is Student's over the seeds. A statistic is averaged over layers and modalities
@@ -23,6 +23,18 @@ WIDTHS, STEPS = (32, 64, 128, 256), (1, 10, 100, 1000)
 FAMILIES = {"standard": ("w32", "w64", "w128", "w256"), "µP": ("w32", "w64-mup", "w128-mup", "w256-mup")}
 PER_CHANNEL = ("attn_in_norm", "attn_out_norm", "mlp_out_norm", "resid_norm", "embed_row_norm", "head_row_norm")
 LARGEST = "attn_logit_absmax"
+NOT_DRAWN = (
+    "_max",
+    "final_norm",
+    "_raw_norm",
+    "_block",
+    "_within",
+    "_mean",
+    "attn_mass",
+    "out_block_log_z",
+    "below_eps",
+    "k_common",
+)
 LEFT_OUT = ("step", "lr", "captions_cut", "tokens_per_s", "clip_factor", "loss", "val_loss", "val_unigram")
 
 
@@ -55,6 +67,7 @@ def draw(rows):
     """Draw the slope of each statistic at step 1,000, standard against µP, in the order of the standard slopes."""
     last = {(family, name): [float(x) for x in numbers] for family, name, step, *numbers in rows if step == STEPS[-1]}
     names = sorted((name for family, name in last if family == "standard"), key=lambda name: last["standard", name])
+    names = [name for name in names if not name.endswith(NOT_DRAWN)]
     figure, panel = plt.subplots(figsize=(7, 0.19 * len(names) + 1), layout="constrained")
     for family, marker in (("standard", "o"), ("µP", "D")):
         mean, low, high = np.array([last[family, name] for name in names]).T
