@@ -76,10 +76,4 @@ def token_batch(ids_BT: Sequence[Sequence[int]] | torch.Tensor, vocab_sizes: Map
     ids_BT = ids_BT.clamp_min(0)
     mask_BT = valid_BT & valid_BT.roll(-1, dims=1)
     mask_BT[:, -1] = False
-    return TokenBatch(
-        ids_BT=ids_BT,
-        modality_BT=modality_of_ids(ids_BT, vocab_sizes),
-        target_mask_BT=mask_BT,
-        valid_BT=valid_BT,
-        step_targets=mask_BT.sum(),
-    )
+    return TokenBatch(ids_BT, modality_of_ids(ids_BT, vocab_sizes), mask_BT, valid_BT, mask_BT.sum())

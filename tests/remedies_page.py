@@ -154,17 +154,10 @@ def row(cells: Iterable[str]) -> str:
 def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
     """Return the text of the page."""
     norms = (mmqk.model.norms.__doc__ or "").strip()
-    head = HEAD.format(
-        parameters=control.parameters,
-        gflops=control.flops / 1e9,
-        d_model=REFERENCE.d_model,
-        n_layers=REFERENCE.n_layers,
-        n_heads=REFERENCE.n_heads,
-        vocabulary=REFERENCE.vocab_size,
-        sequences=SEQUENCES,
-        tokens=TOKENS,
-        rounding=norms.split("\n\n")[1],
-    )
+    sizes_of_control = {"parameters": control.parameters, "gflops": control.flops / 1e9, "sequences": SEQUENCES}
+    shape = {name: getattr(REFERENCE, name) for name in ("d_model", "n_layers", "n_heads")}
+    rounding = norms.split("\n\n")[1]
+    head = HEAD.format(**sizes_of_control, **shape, vocabulary=REFERENCE.vocab_size, tokens=TOKENS, rounding=rounding)
     lines = [head, row(COLUMNS), row(["---"] * len(COLUMNS))]
     for group in dict.fromkeys(remedy.group for remedy in REMEDIES):
         lines.append(row([f"**{group[0].upper()}{group[1:]}**"]))

@@ -6,12 +6,12 @@ import math
 import re
 
 import pytest
-import torch
 
 from mmqk.config import print_yaml, resolve
-from mmqk.lab.grid import load_grid
 from mmqk.store import UserError, cli_main, differing_fields, read_metrics
 from mmqk.train import main
+
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,9 @@ from mmqk.train import main
         (["trainer.strategy={class_path: os.path.join}"], "trainer.strategy is {'class_path': 'os.path.join'}"),
         (["trainer.max_steps"], "trainer.max_steps has no value: write trainer.max_steps=VALUE"),
         (["model.qk_norm=rms"], "model.qk_norm is 'rms', but it is a group of fields"),
-        (["model.d_model=wide"], "model.d_model is 'wide': it must be a valid integer"),
-        (["model.d_model=true"], "model.d_model is True"),
         (["model.qk_norm.kind=layers"], "model.qk_norm.kind is 'layers': it must be 'none', 'rms', 'layer' or 'l2'"),
         (["checkpoint.at=[4, x]"], "checkpoint.at[1] is 'x': it must be a valid integer"),
         (["optim.lr={"], "optim.lr is '{', which is not the YAML of a value"),
-        (["optim.lr=-1"], "optim.lr is -1.0: it must be a number from 1e-37 to 1e+38"),
-        (["model.d_model=18", "model.n_heads=4"], "model.d_model 18 cannot be split"),
-        (["model.attn_softcap=30"], "sdpa cannot apply model.attn_softcap"),
         (["data.batch_size=6", "trainer.accumulate_grad_batches=4"], "not a multiple of"),
         (["--fork=nowhere"], "--fork nowhere does not exist"),
         (["trainer.strategy=fsdp", "optim.qk_clip=1"], "optim.qk_clip needs whole matrices"),
@@ -116,14 +111,6 @@ def test_patterns_and_dotted_keys_of_a_file_are_looked_up_beside_it(tiny_data, t
             resolve([f"--data.pairs={pattern}", "--data.read=shards", *others])
 
 
-def test_a_config_that_is_not_text_is_refused(tmp_path):
-    path = tmp_path / "bad.yaml"
-    path.write_bytes(b"\xff\xfe")
-    for read in (lambda: resolve([f"--config={path}"]), lambda: load_grid(path)):
-        with pytest.raises(UserError, match=re.escape(f"{path} cannot be read (it is not UTF-8 text")):
-            read()
-
-
 def test_files_merge_and_the_command_line_wins(tiny_args, tmp_path):
     (tmp_path / "a.yaml").write_text("optim: {lr: 0.5, eps: 1.0e-5}\n")
     (tmp_path / "b.yaml").write_text("optim: {lr: 0.25}\n")
@@ -151,18 +138,21 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
         "--checkpoint.at=[3]",
         "--optim.schedule_steps=12",
         "--threads=2",
+        "--compile=false",
+        "--activation_checkpointing=true",
         "--out=elsewhere",
         f"--data.cache={tiny_data}",
     ):
-        assert resolve([*tiny_args, same]).id == base.id, same
+        assert resolve([*tiny_args, same]).id == base.id, same  # fmt: skip
     for other in ("--seed=1", "--optim.lr=0.5", "--data.mix.text=2", "--backend=math", "--monitor.probe_sequences=2",
                   "--trainer.max_steps=13", "--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=2",
-                  "--model.post_norm=true", "--loss.z_loss=1e-4", "--loss.chunk_size=64",
+                  "--model.post_norm=true", "--loss.z_loss=1e-4", "--loss.chunk_size=64", "--compile=true",
                   "--optim.schedule_steps=6"):  # fmt: skip
         changed = resolve([*tiny_args, other])
         assert changed.id != base.id
         field = other.removeprefix("--").split("=")[0]
         assert differing_fields(base.identity, changed.identity) == [field]
+    assert resolve(["--config=configs/demo.yaml"]).id == "249a79196a"  # as ever
 
 
 def test_vocab_sizes_come_from_the_tokenizers(tiny_args):
@@ -172,27 +162,11 @@ def test_vocab_sizes_come_from_the_tokenizers(tiny_args):
 
 
 @pytest.mark.parametrize(
-    ("given", "same"),
-    [
-        (["trainer.max_steps=5"], ["--trainer.max_steps=5"]),
-        (['data.mix={"text": 1}', "seed=3"], ['--data.mix={"text": 1}', "--seed=3"]),
-        (["--seed", "3", "optim.lr=0.5"], ["--seed=3", "--optim.lr=0.5"]),
-    ],
-    ids=str,
-)
-def test_a_field_needs_no_dashes(tiny_args, given, same):
-    run = resolve([*tiny_args, *given])
-    assert run.id == resolve([*tiny_args, *same]).id != resolve(tiny_args).id
-
-
-@pytest.mark.parametrize(
     ("name", "smaller"),
     [
         ("cpu", ()),
         # A C++ compiler takes half a minute; tests/model/test_compiled.py covers compilation.
-        pytest.param(
-            "gpu_25m", ("--model.n_layers=2", "--monitor.probe_sequences=2", "--compile=false"), marks=pytest.mark.slow
-        ),
+        pytest.param("gpu_25m", ("--model.n_layers=2", "--monitor.probe_sequences=2", "--compile=false"), marks=SLOW),
     ],
 )
 def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):
@@ -204,19 +178,6 @@ def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data,
     lines = read_metrics(tmp_path / name / "metrics.jsonl")
     assert lines[-1]["step"] == 2 and math.isfinite(lines[-1]["val_loss/image"])
     assert resolve(args).trainer["precision"] == ("32-true" if name == "cpu" else "bf16-mixed")
-
-
-def test_bf16_mixed_keeps_parameters_in_fp32_and_differs_from_fp32(tiny_args, tmp_path):
-    from mmqk.checkpoint import load_model
-
-    losses = {}
-    for precision in ("32-true", "bf16-mixed"):
-        out = tmp_path / precision
-        assert main([*tiny_args, "--model.qk_norm.kind=rms", f"--trainer.precision={precision}", f"--out={out}"]) == 0
-        assert {p.dtype for p in load_model(out).parameters()} == {torch.float32}
-        losses[precision] = [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
-    assert losses["bf16-mixed"] != losses["32-true"]
-    assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["demo", "cpu", "dial", "gpu_25m", "gpu_124m"])

@@ -127,43 +127,29 @@ RULES = {
     "store": Rule(("mmqk.store",), mmqk=("mmqk.store",), never=("torch", "numpy"), absent=LAB),
     "model": Rule(("mmqk.model",), mmqk=("mmqk.model",), absent=LAB),
     "monitors": Rule(
-        ("mmqk.monitors",),
+        ("mmqk.monitors",), absent=LAB, then=PROBE,
         mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.distributed", "mmqk.store"),
-        absent=LAB,
         leave_out=("mmqk.monitors.own.callback", "mmqk.monitors.lightning", "mmqk.monitors.transformers"),
-        then=PROBE,
     ),
     "interop": Rule(
-        ("mmqk.interop",),
-        mmqk=("mmqk.interop", "mmqk.model", "mmqk.store"),
-        never=("transformers", "lightning"),
+        ("mmqk.interop",), mmqk=("mmqk.interop", "mmqk.model", "mmqk.store"), never=("transformers", "lightning"),
         leave_out=("mmqk.interop.folders", "mmqk.interop.card", "mmqk.interop.surgery"),  # need a run
     ),
     "config": Rule(
-        ("mmqk.config",),
+        ("mmqk.config",), then=RESOLVE,
         never=("torch", "lightning", "lightning_fabric", "pytorch_lightning", "transformers"),
-        then=RESOLVE,
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
     "analysis": Rule(
-        (
-            "mmqk.lab.runner.table",
-            "mmqk.lab.runs",
-            "mmqk.lab.metrics",
-            "mmqk.lab.effects",
-            "mmqk.lab.exact",
-            "mmqk.lab.verdicts",
-            "mmqk.lab.formatting",
-            "mmqk.lab.remedies",
-        ),
+        ("mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.effects", "mmqk.lab.exact",
+         "mmqk.lab.verdicts", "mmqk.lab.formatting", "mmqk.lab.remedies"),
         never=("torch", "lightning", "matplotlib"),
     ),
     "report": Rule(
         ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.verdicts", "mmqk.lab.page", "mmqk.report"),
-        never=("torch", "lightning"),
-        then=REPORT,
+        never=("torch", "lightning"), then=REPORT,
     ),
-}
+}  # fmt: skip
 
 
 def check(rule: Rule, root: Path) -> str:

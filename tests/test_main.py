@@ -12,17 +12,11 @@ from mmqk.store import cli_main
 
 # The required arguments of each command.
 REQUIRED = {
-    "ablate": ["--config", "grid.yaml"],
-    "report": ["runs/demo"],
-    "pack": ["runs/demo"],
-    "interop": ["--from=a", "--to=b"],
-    "init": ["project"],
-    "watch": ["runs"],
-    "bench": ["runs"],
-    "preflight": ["module:function"],
-    "data ids": ["--train=a", "--vocab-sizes=text=9", "--out=b"],
+    "ablate": ["--config", "grid.yaml"], "report": ["runs/demo"], "pack": ["runs/demo"],
+    "interop": ["--from=a", "--to=b"], "init": ["project"], "watch": ["runs"], "bench": ["runs"],
+    "preflight": ["module:function"], "data ids": ["--train=a", "--vocab-sizes=text=9", "--out=b"],
     "data tokenize": ["--shards=a", "--out=b"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)

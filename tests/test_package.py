@@ -21,12 +21,9 @@ def git(*arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_no_file_of_the_package_is_ignored():
+def test_no_file_of_the_package_is_ignored_and_no_tracked_file_matches_gitignore():
     ignored = git("ls-files", "--others", "--ignored", "--exclude-standard", "mmqk")
     assert [path for path in ignored if "__pycache__" not in path] == []
-
-
-def test_no_tracked_file_matches_gitignore():
     assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
 
 

@@ -120,11 +120,10 @@ def test_what_is_not_finite_is_found():
 @pytest.mark.parametrize(
     "sentence",
     [
-        "model.qk_norm.kind rms is refused.",
-        "these two do not go together.",
+        "model.qk_norm.kind rms is refused.", "these two do not go together.",
         "optim.qk_clip_logit needs no model.qk_norm.kinds.",
     ],
-)
+)  # fmt: skip
 def test_a_refusal_that_names_one_or_none_is_found(sentence):
     assert names_both("optim.qk_clip needs model.qk_norm.kind none.", BY_KEY["qk_clip"], BY_KEY["qk_norm_rms"])
     assert not names_both(sentence, BY_KEY["qk_clip"], BY_KEY["qk_norm_rms"])

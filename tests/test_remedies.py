@@ -12,8 +12,7 @@ from mmqk.config import LossConfig, OptimConfig, RunConfig, resolve
 from mmqk.lab.remedies import REMEDIES
 from mmqk.model import ModelConfig
 from mmqk.store import flatten
-from tests.peers import Peer
-from tests.remedies_page import PAGE, REFERENCE, SEQUENCES, TOKENS, all_peers, by_remedy, measure, page
+from tests.remedies_page import PAGE, REFERENCE, SEQUENCES, TOKENS, measure, page
 
 ROOT = Path(__file__).parents[1]
 DEMO = "--config=configs/demo.yaml"
@@ -80,15 +79,6 @@ def test_its_flags_resolve_and_change_what_they_say_and_nothing_else(remedy, con
 
 def test_the_page_is_what_the_code_and_the_tests_say():
     assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.remedies_page"
-
-
-def test_every_remedy_has_a_peer_and_every_peer_a_remedy():
-    peers = all_peers()
-    by_remedy(peers)
-    with pytest.raises(ValueError, match="'qk_nrom_rms', which is not in remedies"):
-        by_remedy([*peers, Peer(("qk_nrom_rms",), "someone", 1e-5)])
-    with pytest.raises(ValueError, match="the remedy z_loss has no peer"):
-        by_remedy([peer for peer in peers if "z_loss" not in peer.remedies])
 
 
 def test_the_reference_size_is_the_demonstrations(monkeypatch):

@@ -77,11 +77,9 @@ def of_other_models() -> set[str]:
     sigma = EarlyFusionTransformer(replace(config, weight_reparam="sigma"), backend="sdpa")
     found |= set(probe(sigma, batch).flat())
     watch = attach(
-        model,
-        modality={"image": range(20, 32)},
-        every_n_steps=1,
+        model, modality={"image": range(20, 32)}, every_n_steps=1,
         log=lambda values, step: found.update(values.keys() - over_layers(values).keys()),
-    )
+    )  # fmt: skip
     model(batch.ids_BT)
     watch.step()
     watch.close()

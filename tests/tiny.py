@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+
+from tests.data.tars import encoded
 
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "black": (10, 10, 10)}
 SHAPES = ("square", "stripe", "corner", "bar")
@@ -19,11 +21,8 @@ def draw(color: str, shape: str, seed: int) -> Image.Image:
     random = np.random.default_rng(seed)
     pixels = np.full((64, 64, 3), 255, dtype=np.uint8)
     region = {
-        "square": np.s_[16:48, 16:48],
-        "stripe": np.s_[24:40, :],
-        "corner": np.s_[:32, :32],
-        "bar": np.s_[:, 24:40],
-    }[shape]
+        "square": np.s_[16:48, 16:48], "stripe": np.s_[24:40, :], "corner": np.s_[:32, :32], "bar": np.s_[:, 24:40],
+    }[shape]  # fmt: skip
     pixels[region] = COLORS[color]
     noise = random.integers(-9, 10, pixels.shape)
     return Image.fromarray((pixels.astype(int) + noise).clip(0, 255).astype(np.uint8))
@@ -32,9 +31,8 @@ def draw(color: str, shape: str, seed: int) -> Image.Image:
 def samples(n: int, offset: int):
     for i in range(offset, offset + n):
         color, shape = list(COLORS)[i % 4], SHAPES[i // 4 % 4]
-        buffer = io.BytesIO()
-        draw(color, shape, i).save(buffer, "WEBP", lossless=True)
-        yield (f"tiny-{i:04d}", buffer.getvalue(), {"caption": f"a {color} {shape} on a white ground, plain and flat"})
+        file = encoded(draw(color, shape, i), "WEBP", lossless=True)
+        yield (f"tiny-{i:04d}", file, {"caption": f"a {color} {shape} on a white ground, plain and flat"})
 
 
 def documents(n: int, seed: int):
@@ -76,6 +74,17 @@ def write_tiny_data(root: Path) -> None:
         vectors = tokenizer.features(images).permute(0, 2, 3, 1).flatten(0, 2)
     tokenizer.codebook_VD.copy_(vectors[torch.randperm(len(vectors))[:32]])
     (root / "tokenizers/image.safetensors").write_bytes(tokenizer.to_bytes())
+
+
+def data_of(args: list[str]) -> Any:
+    """Return the data of a run with these arguments, ready to be read."""
+    from mmqk.config import resolve
+    from mmqk.data.datamodule import TokenDataModule
+
+    run = resolve(args)
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    return data
 
 
 def tiny_args(tiny_data: Path) -> list[str]:

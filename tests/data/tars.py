@@ -1,4 +1,4 @@
-"""Archives and damaged files for the tests of data."""
+"""Archives and image files for the tests of data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import io
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def encoded(image: Image.Image | np.ndarray, file_format: str, **options: Any) -> bytes:
+    """Return the file of an image or of an array of pixels."""
+    file = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, file_format, **options)
+    return file.getvalue()
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int = tarfile.PAX_FORMAT) -> Path:

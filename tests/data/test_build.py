@@ -21,13 +21,8 @@ def shipped() -> dict[str, list[Any]]:
 def test_shipped_split_leaks_nothing(shipped: dict[str, list[Any]]) -> None:
     train, val = shipped["train"], shipped["val"]
     assert 0.03 < len(val) / len(train) < 0.07
-    for of in (
-        lambda p: p.meta["group"],
-        lambda p: base_of(p.meta["codepoint"]),
-        lambda p: p.meta["name"],
-        lambda p: p.caption,
-        lambda p: p.image.tobytes(),
-    ):
+    for of in (lambda p: p.meta["group"], lambda p: base_of(p.meta["codepoint"]), lambda p: p.meta["name"],
+               lambda p: p.caption, lambda p: p.image.tobytes()):  # fmt: skip
         assert not {of(p) for p in train} & {of(p) for p in val}
     # The control: if every second image goes into the other split, both splits have images of many emoji.
     both = {p.meta["codepoint"] for p in [*train, *val][::2]} & {p.meta["codepoint"] for p in [*train, *val][1::2]}

@@ -7,11 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mmqk.data.config import DataConfig, data_identity
+from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.tokens.cache import ShuffledPairs
 from mmqk.data.tokens.folder import Layout, TokenStore
-from mmqk.store import identity_hash
 
 LAYOUT = Layout({"text": 2000, "image": 50}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
 
@@ -73,17 +72,3 @@ def test_rows_of_a_run_change_as_the_field_says(tiny_data, pack):
     text = np.arange(5, layout.edges[1])  # without special tokens
     assert (counts["captions"][text] == counts["matched"][text]).all()
     assert not counts["captions"][layout.edges[1] :].any()
-
-
-def test_old_identities_stay_and_other_pairings_are_other_runs(tiny_data):
-    fields = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
-
-    def identity(**more):
-        return data_identity(DataConfig(**{**fields, **more}))
-
-    assert "pairing" not in identity()
-    assert len({identity_hash(identity(pairing=p)) for p in ("matched", "shuffled", "captions")}) == 3
-    # With text alone there are no pairs, so the field has no effect.
-    assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, pairing="shuffled")
-    # With images alone the training rows do not change, but the held-out pairs do.
-    assert identity(mix={"image": 1.0}) != identity(mix={"image": 1.0}, pairing="shuffled")

@@ -19,11 +19,6 @@ def entropy(p: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def zipf(size: int, exponent: float, random: np.random.Generator) -> np.ndarray:
-    p = np.arange(1, size + 1) ** -exponent
-    return random.permutation(p / p.sum())
-
-
 def chain(transitions: np.ndarray, documents: int, length: int, lag: int, seed: int) -> np.ndarray:
     """Return documents of a Markov chain in which each token depends on the token ``lag`` positions before it."""
     random, (size, _) = np.random.default_rng(seed), transitions.shape
@@ -56,22 +51,6 @@ def one(train, val=(), size: int = 64, **kwargs):
 @pytest.fixture(scope="module")
 def transitions() -> np.ndarray:
     return np.random.default_rng(1).dirichlet(np.full(64, 0.1), size=64)
-
-
-@pytest.mark.parametrize(("size", "exponent"), [(64, 0.0), (512, 1.0)])
-def test_tokens_without_structure_have_their_unigram_entropy_and_no_less(size, exponent):
-    random = np.random.default_rng(0)
-    p = zipf(size, exponent, random)
-    ids_DT = random.choice(size, (900, 101), p=p)
-    found, exact = one(ids_DT[:700], ids_DT[700:], size), entropy(p)
-    assert found.unigram == pytest.approx(exact, abs=0.01)
-    assert exact - 0.01 < found.compressed < 1.2 * exact
-    assert exact - 3 * found.model_error < found.model < 1.01 * exact
-    assert found.model_context == ()
-    # In sorted order the tokens have the same frequencies but are predictable.
-    ordered = one(np.sort(ids_DT[:700], axis=1), np.sort(ids_DT[700:], axis=1), size)
-    assert ordered.unigram == pytest.approx(found.unigram, abs=0.05)
-    assert ordered.model < 0.7 * exact and ordered.compressed < 0.7 * exact
 
 
 def test_a_chain_is_found_to_be_as_predictable_as_it_is(transitions):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import multiprocessing
@@ -26,25 +25,15 @@ import webdataset as wds
 from PIL import Image
 
 from mmqk.data import tokenize
+from mmqk.data.shards import samples as why
 from mmqk.data.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
-from mmqk.data.shards.samples import (
-    DOTTED,
-    EMPTY_DOCUMENT,
-    IGNORED,
-    NO_CAPTION,
-    NO_IMAGE,
-    NO_MATCH,
-    NO_TEXT,
-    NOT_JSON,
-    NOT_UNICODE,
-    UNUSED,
-)
 from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokens import encode
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import UserError
-from tests.data.tars import write_tar
+from tests.data.tars import encoded, write_tar
+from tests.training.gates import gone, wait_for
 
 SIZES = [(64, 64), (200, 90), (31, 77), (640, 480), (5, 300)]
 FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
@@ -56,9 +45,7 @@ def picture(seed: int) -> bytes:
     random = np.random.default_rng(seed)
     width, height = SIZES[seed % len(SIZES)]
     image = Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((width, height))
-    buffer = io.BytesIO()
-    image.save(buffer, list(FORMATS.values())[seed % 3])
-    return buffer.getvalue()
+    return encoded(image, list(FORMATS.values())[seed % 3])
 
 
 def field_of(seed: int) -> str:
@@ -185,8 +172,6 @@ def test_pairs_in_the_layout_of_img2dataset(
 
 def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
     good = pair(5)
-    grey = io.BytesIO()
-    Image.new("L", (300, 200)).save(grey, "PNG")
     members = [
         *good,
         ("a.jpg", picture(0)),
@@ -194,7 +179,7 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
         ("d.jpg", b""), ("d.txt", b"x"),
         ("e.jpg", b"<html>"), ("e.txt", b"x"),
         ("f.jpg", picture(0)[:300]), ("f.txt", b"x"),
-        ("g.png", grey.getvalue()), ("g.txt", b"x"),
+        ("g.png", encoded(Image.new("L", (300, 200)), "PNG")), ("g.txt", b"x"),
         ("h.jpg", picture(0)), ("h.txt", b"\xff\xff"),
         ("../../i\x1b[2J.gif", b"x"),
         ("README", b"no sample"),
@@ -204,17 +189,16 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
     write_tar(tmp_path / "b.tar", [(f"z{i}.txt", b"x") for i in range(7)] + [*pair(7)])
     folder, printed = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-fraction=0")
     record = header(folder)
-    expected = {NO_IMAGE: 10, NO_CAPTION: 1, "image file is empty": 1, UNKNOWN: 1, BROKEN: 1, TOO_LARGE: 1,
-                NOT_UNICODE: 1}  # fmt: skip
-    assert record["dropped"] == expected and next(iter(record["dropped"])) == NO_IMAGE
+    expected = {why.NO_IMAGE: 10, why.NO_CAPTION: 1, "image file is empty": 1, UNKNOWN: 1, BROKEN: 1, TOO_LARGE: 1,
+                why.NOT_UNICODE: 1}  # fmt: skip
+    assert record["dropped"] == expected and next(iter(record["dropped"])) == why.NO_IMAGE
     assert len(documents(folder)) == 2
     for shard, samples, dropped in zip(record["about"]["shards"], (10, 8), (9, 7), strict=True):
         kept = sum(p["documents"] for p in record["splits"]["train"] if p["name"] == {10: "00000", 8: "00001"}[samples])
         assert shard["samples"] == samples == kept + sum(shard["dropped"].values()) == kept + dropped
     examples = record["about"]["examples"]
-    assert examples[NO_IMAGE] == ["a.tar: b", "a.tar: c", "a.tar: ../../i\x1b[2J", "b.tar: z0", "b.tar: z1"]
-    assert examples[TOO_LARGE] == ["a.tar: g"]
-    assert "16 of 18 samples were dropped:" in printed and f"  {NO_IMAGE}: 10 (a.tar: b, a.tar: c" in printed
+    assert examples[why.NO_IMAGE] == ["a.tar: b", "a.tar: c", "a.tar: ../../i\x1b[2J", "b.tar: z0", "b.tar: z1"]
+    assert "16 of 18 samples were dropped:" in printed and f"  {why.NO_IMAGE}: 10 (a.tar: b, a.tar: c" in printed
     assert "\x1b" not in printed
     assert not (tmp_path.parent / "i").exists()
 
@@ -226,7 +210,7 @@ def test_every_file_of_an_archive_is_accounted_for(run: Any, tmp_path: Path) -> 
     members = sorted(members, key=lambda m: m[0])
     out, printed = run("--shards", str(write_tar(tmp_path / "a.tar", members)))
     about = header(out)["about"]
-    assert about["unread"]["counts"] == {IGNORED: 4, UNUSED: 1, DOTTED: 1}
+    assert about["unread"]["counts"] == {why.IGNORED: 4, why.UNUSED: 1, why.DOTTED: 1}
     assert about["shards"][0]["files"] == len(members) and "6 of 13 files were not read" in printed
     assert "a.tar: README" in printed and "a.tar: .hidden" in printed and "a.tar: 000000000.cls" in printed
 
@@ -260,7 +244,7 @@ def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers)
     assert alike(documents(folder), expected)
     shuffled = (*(i for n in reversed(range(many)) for i in image(picture(3 * n))), 1)
     assert not alike(documents(folder), [*expected[:3], shuffled])
-    assert header(folder)["dropped"] == {EMPTY_DOCUMENT: 1, NO_MATCH: 1, UNKNOWN: 1}
+    assert header(folder)["dropped"] == {why.EMPTY_DOCUMENT: 1, why.NO_MATCH: 1, UNKNOWN: 1}
     assert header(folder)["kind"] == "interleaved"
     # Without --interleaved the archive has no pair, and the message names this flag.
     assert "--interleaved" in refused(run, "--shards", f"{tmp_path}/a.tar", out="pairs")
@@ -278,8 +262,8 @@ def test_text_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> Non
     assert documents(folder) == [(*tokenizers.text(t), 1) for t in texts]
     record = header(folder)
     assert record["kind"] == "text"
-    assert record["dropped"] == {NOT_JSON: 3, NO_TEXT: 2, NOT_UNICODE: 2, EMPTY_DOCUMENT: 1}
-    assert record["about"]["examples"][NOT_JSON] == ["a.jsonl: line 12", "a.jsonl: line 13", "a.jsonl: line 19"]
+    assert record["dropped"] == {why.NOT_JSON: 3, why.NO_TEXT: 2, why.NOT_UNICODE: 2, why.EMPTY_DOCUMENT: 1}
+    assert record["about"]["examples"][why.NOT_JSON] == ["a.jsonl: line 12", "a.jsonl: line 13", "a.jsonl: line 19"]
     assert sum(s["samples"] for s in record["about"]["shards"]) == 30 + 8
 
 
@@ -371,13 +355,6 @@ tokenize.main(sys.argv[1:])
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: Path, tiny_data: Path) -> None:
     write_tar(shards / "00002.tar", [m for seed in range(100, 160) for m in pair(seed)])
@@ -392,11 +369,7 @@ def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: P
     assert len(list((out / "unfinished").glob("0*.json"))) == 2 and not (out / "tokens.json").exists()
     pids = [int(pid) for pid in first.stdout.split()]
     assert len(pids) == 2
-    for _ in range(600):  # workers do not outlive their parent
-        if not any(map(alive, pids)):
-            break
-        time.sleep(0.1)
-    assert not any(map(alive, pids))
+    wait_for(lambda: all(map(gone, pids)))  # workers do not outlive their parent
     _, printed = run(*pattern(shards), workers=1)
     assert "continuing with 2 of 4 shards" in printed
     assert content(out) == expected
@@ -470,17 +443,12 @@ def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     assert content(folder) == expected and "continuing with 2 of 4" in printed
 
 
-def test_other_options_for_a_folder_that_was_begun(run: Any, shards: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_other_options_for_a_folder_that_was_begun(run: Any, shards: Path) -> None:
     whole = cut_short(shards / "00001.tar")
     refused(run, *pattern(shards))
-    other = tmp_path / "tokenizers"
-    shutil.copytree(tiny_data / "tokenizers", other)
-    (other / "text.json").write_text((other / "text.json").read_text() + "\n")
     for _ in range(2):  # unfinished, then finished
         assert "other --fit: give the same" in refused(run, *pattern(shards), "--fit=pad")
         assert "--shards" in refused(run, *pattern(shards, 2))
-        with pytest.raises(UserError, match="--tokenizers"):
-            tokenize.main([*pattern(shards), "--out", str(tmp_path / "out"), "--tokenizers", str(other)])
         (shards / "00001.tar").write_bytes(whole)
         folder, printed = run(*pattern(shards))
     assert "is finished: train" in printed

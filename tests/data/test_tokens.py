@@ -154,6 +154,9 @@ def test_the_length_that_an_image_needs_is_the_least_that_works():
 # Arrays of other tokenizers --------------------------------------------------------------------------
 
 
+SIZES = "--vocab-sizes=text=100,image=50"
+
+
 def ids_of(n, length, seed):
     """Return n rows of text ids (0 to 99) that end with 6 image ids (100 to 149)."""
     random = np.random.default_rng(seed)
@@ -171,8 +174,7 @@ def arrays(tmp_path):
 
 
 def test_arrays_are_used_as_they_are(arrays, capsys):
-    argv = ["--vocab-sizes=text=100,image=50", f"--out={arrays / 't'}"]
-    assert main([f"--train={arrays}/train-*.npy", f"--val={arrays}/val-*.npy", *argv]) == 0
+    assert main([f"--train={arrays}/train-*.npy", f"--val={arrays}/val-*.npy", SIZES, f"--out={arrays / 't'}"]) == 0
     assert "44 training and 9 held-out" in capsys.readouterr().out
     config = DataConfig(tokens=str(arrays / "t"), mix={"tokens": 1.0}, seq_len=20, batch_size=4, val_sequences=9)
     data = TokenDataModule(config, seed=0)
@@ -188,13 +190,7 @@ def test_arrays_are_used_as_they_are(arrays, capsys):
 def test_held_out_documents_are_chosen_by_their_content(arrays):
     twice = np.concatenate([ids_of(60, 18, 0), ids_of(60, 18, 0)])
     np.save(arrays / "all.npy", twice)
-    argv = [
-        f"--train={arrays}/all.npy",
-        "--vocab-sizes=text=100,image=50",
-        "--val-fraction=0.3",
-        f"--out={arrays / 't'}",
-    ]
-    assert main(argv) == 0
+    assert main([f"--train={arrays}/all.npy", SIZES, "--val-fraction=0.3", f"--out={arrays / 't'}"]) == 0
     train, val = ({tuple(s[i]) for i in range(len(s))} for s in open_tokens(arrays / "t").values())
     assert not train & val and len(train) + len(val) == 60 and 5 < len(val) < 35
 
@@ -204,7 +200,7 @@ def test_held_out_documents_are_chosen_by_their_content(arrays):
 
 def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):
     np.save(arrays / "train-2.npy", np.full((3, 18), 999))
-    argv = [f"--val={arrays}/val-*.npy", "--vocab-sizes=text=100,image=50", f"--out={arrays / 't'}"]
+    argv = [f"--val={arrays}/val-*.npy", SIZES, f"--out={arrays / 't'}"]
     before = sorted(arrays.rglob("*"))
     assert cli_main(main)([f"--train={arrays}/train-*.npy", *argv]) == 2
     assert "train-2.npy does not fit" in capsys.readouterr().err and sorted(arrays.rglob("*")) == before

@@ -222,18 +222,9 @@ def compare(
     inputs = {} if build is model else {"x": (B, T, D)}
     if build is residual_gate:
         inputs["branch"] = (B, T, D)
-    return Comparison(
-        remedies,
-        name,
-        tolerance,
-        leaves=leaves_of(make, spread, **inputs),
-        ours=ours,
-        theirs=theirs,
-        controls={
-            what: build(**(fields | change))[1] if isinstance(change, dict) else change
-            for what, change in wrong.items()
-        },
-    )
+    controls = {what: build(**(fields | c))[1] if isinstance(c, dict) else c for what, c in wrong.items()}
+    leaves = leaves_of(make, spread, **inputs)
+    return Comparison(remedies, name, tolerance, leaves=leaves, ours=ours, theirs=theirs, controls=controls)
 
 
 def outcome(function: Function, leaves: Leaves) -> list[Tensor]:
@@ -242,7 +233,6 @@ def outcome(function: Function, leaves: Leaves) -> list[Tensor]:
     value = function(inputs)
     if not inputs:
         return [value]
-    upstream = torch.randn(value.shape, generator=torch.Generator().manual_seed(12), dtype=value.dtype) / math.sqrt(
-        value[0].numel()
-    )
-    return [value.detach(), *torch.autograd.grad(value, list(inputs.values()), upstream)]
+    upstream = torch.randn(value.shape, generator=torch.Generator().manual_seed(12), dtype=value.dtype)
+    gradients = torch.autograd.grad(value, list(inputs.values()), upstream / math.sqrt(value[0].numel()))
+    return [value.detach(), *gradients]

@@ -125,9 +125,8 @@ def x_transformers_attention(zero_centered: bool = False, bias: float | None = N
         for n in "qk":
             rows = parameters[f"to_{n}.weight"].view(H, K, D)
             parameters[f"to_{n}.weight"] = rows[:, INTERLEAVED].flatten(0, 1)
-        if options.get(
-            "qk_norm_dim_scale"
-        ):  # mmqk has one scale per head; x-transformers also multiplies by 1 / sqrt(head_dim)
+        # mmqk has one scale per head; x-transformers also multiplies by 1 / sqrt(head_dim).
+        if options.get("qk_norm_dim_scale"):
             parameters["qk_norm_q_scale"] = leaves["q_norm.weight"].expand(H, K)[:, None] * K**0.5
             parameters["qk_norm_k_scale"] = torch.ones(H, 1, K).double()
         if options.get("qk_rmsnorm"):
@@ -150,6 +149,13 @@ def x_transformers_attention(zero_centered: bool = False, bias: float | None = N
     return forward
 
 
+def first_layer(leaves: Leaves) -> dict[str, Tensor]:
+    """Return the matrices of attention as those of the first of x-transformers' AttentionLayers."""
+    inside = {name.removeprefix("attention."): leaf for name, leaf in leaves.items()}
+    matrices = projections(inside, "to_q", "to_k", "to_v", "to_out")
+    return {f"layers.0.1.{name}": leaf for name, leaf in matrices.items()}
+
+
 def x_transformers_sandwich(leaves: Leaves) -> Tensor:
     """Run x-transformers' AttentionLayers of depth 1 with `sandwich_norm`, without the final norm."""
     from x_transformers.x_transformers import AttentionLayers
@@ -163,13 +169,7 @@ def x_transformers_sandwich(leaves: Leaves) -> Tensor:
         "layers.1.1.ff.0.proj.weight": torch.cat([leaves["mlp.w_up.weight"], leaves["mlp.w_gate.weight"]]),
         "layers.1.1.ff.0.proj.bias": torch.zeros(2 * inner).double(),
         "layers.1.1.ff.2.weight": leaves["mlp.w_down.weight"],
-        **{
-            f"layers.0.1.{name}": leaf
-            for name, leaf in projections(
-                {n.removeprefix("attention."): x for n, x in leaves.items()}, "to_q", "to_k", "to_v", "to_out"
-            ).items()
-        },
-    }
+    } | first_layer(leaves)
     for n, sublayer in enumerate(("attn", "mlp")):
         for place, norm in enumerate(("pre", "post")):
             parameters[f"layers.{n}.0.{place}.g"] = leaves[f"{sublayer}_{norm}_norm.weight"]
@@ -187,9 +187,7 @@ def x_transformers_deep_norm(alpha: float) -> Function:
             D, 1, H, causal=True, pre_norm=False, scale_residual_constant=alpha, norm_add_unit_offset=False,
             attn_dim_head=K, ff_no_bias=True, ff_mult=inner / D,
         ).double()  # fmt: skip
-        inside = {name.removeprefix("attention."): leaf for name, leaf in leaves.items()}
-        matrices = projections(inside, "to_q", "to_k", "to_v", "to_out")
-        parameters = {f"layers.0.1.{name}": leaf for name, leaf in matrices.items()}
+        parameters = first_layer(leaves)
         own = dict(module.named_parameters())
         for name, n in (("0.0", "up"), ("2", "down")):
             parameters[f"layers.1.1.ff.{name}.weight"] = leaves[f"mlp.w_{n}.weight"]

@@ -18,13 +18,9 @@ DOCUMENT_BT[:, 240:] = -1  # padding
 DOCUMENTS = {"document_BT": DOCUMENT_BT}
 CPU = torch.device("cpu")
 CASES = {
-    "causal": {},
-    "a window within a block": {"window": 50},
-    "a window over a block": {"window": 130},
-    "documents": DOCUMENTS,
-    "capped": {"softcap": 1.5},
-    "all": {"window": 40, "softcap": 1.5, **DOCUMENTS},
-}
+    "causal": {}, "a window within a block": {"window": 50}, "a window over a block": {"window": 130},
+    "documents": DOCUMENTS, "capped": {"softcap": 1.5}, "all": {"window": 40, "softcap": 1.5, **DOCUMENTS},
+}  # fmt: skip
 
 
 def qkv(dtype=torch.float32, size=1.5, heads=G):

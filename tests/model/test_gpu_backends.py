@@ -16,16 +16,13 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 DEVICE = "cuda"
 B, H, SCALE = 2, 4, 0.15
 CASES = {
-    "causal": {},
-    "window": {"window": 200},
-    "documents": {"documents": True},
+    "causal": {}, "window": {"window": 200}, "documents": {"documents": True},
     "window and documents": {"window": 100, "documents": True},
-}
+}  # fmt: skip
 CAPPED = {
-    "capped": {"softcap": 3.0},
-    "grouped": {"heads": 2},
+    "capped": {"softcap": 3.0}, "grouped": {"heads": 2},
     "all": {"window": 100, "documents": True, "softcap": 3.0, "heads": 1},
-}
+}  # fmt: skip
 KERNELS = [
     *((backend, torch.bfloat16, "causal") for backend in ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn")),
     *((backend, torch.bfloat16, case) for backend in ("sdpa", "sdpa_efficient") for case in list(CASES)[1:]),

@@ -18,15 +18,11 @@ def weights(seed=0, **fields):
 @pytest.mark.parametrize(
     "other",
     [
-        {"qk_norm": QKNormConfig("layer")},
-        {"pre_norm": False, "post_norm": True},
-        {"mlp": "gelu", "d_ff": 176},
-        {"n_layers": 6},
-        {"weight_reparam": "sigma"},
-        {"layer_scale": 0.1},
+        {"qk_norm": QKNormConfig("layer")}, {"pre_norm": False, "post_norm": True}, {"mlp": "gelu", "d_ff": 176},
+        {"n_layers": 6}, {"weight_reparam": "sigma"}, {"layer_scale": 0.1},
         {"per_modality": PerModalityConfig(mlp=True)},
     ],
-)
+)  # fmt: skip
 def test_arms_share_every_parameter_they_both_have(other):
     here, there = weights(), weights(**other)
     assert set(here) != set(there)

@@ -166,18 +166,6 @@ def test_softmax_attention_is_unmoved_by_a_row_shift_and_sigmoid_attention_is_no
     assert moves or difference < 1e-12
 
 
-def test_row_sums_of_the_weights_are_known_at_zero_logits():
-    zero, ones = torch.zeros(1, 1, T, K).double(), torch.ones(1, 1, T, K).double()
-
-    def sums(kind, window=0):
-        return attention(zero, zero, ones, scale=1.0, kind=kind, window=window)[0, 0, :, 0]
-
-    keys = torch.arange(1, T + 1).double()
-    torch.testing.assert_close(sums("softmax"), torch.ones(T).double())
-    torch.testing.assert_close(sums("sigmoid"), keys / (T + 1))  # sigmoid(-log T) is 1 / (T + 1)
-    torch.testing.assert_close(sums("sigmoid", window=3), keys.clamp(max=3) / (T + 1))
-
-
 def test_sigma_stays_fp32_under_autocast():
     layer = build(weight_reparam="sigma").blocks[0].attention.w_q
     outside = layer.sigma()

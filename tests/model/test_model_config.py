@@ -31,11 +31,9 @@ def test_windows_by_layer():
 
 def test_a_configuration_comes_back_from_its_dictionary():
     config = ModelConfig(
-        vocab_sizes={"text": 9},
-        qk_norm=QKNormConfig("l2", scale_max=100.0),
-        per_modality=PerModalityConfig(mlp=True),
+        vocab_sizes={"text": 9}, qk_norm=QKNormConfig("l2", scale_max=100.0), per_modality=PerModalityConfig(mlp=True),
         rope_scaling=RopeScalingConfig("llama3", 8.0),
-    )
+    )  # fmt: skip
     assert ModelConfig.from_dict(asdict(config)) == config
     with pytest.raises(TypeError, match="n_head"):
         ModelConfig.from_dict(asdict(config) | {"n_head": 2})
@@ -45,14 +43,12 @@ def test_a_configuration_comes_back_from_its_dictionary():
     "fields",
     [
         {"qk_norm": QKNormConfig(gain="per_head", place="after_rope", scope="full", normalize_v=True)},
-        {"post_gain_init": 0.0},
-        {"reparam_gamma": "one"},
-        {"global_every": 2, "local_rope_theta": 500.0},
+        {"post_gain_init": 0.0}, {"reparam_gamma": "one"}, {"global_every": 2, "local_rope_theta": 500.0},
         {"rope_scaling": RopeScalingConfig(factor=8.0)},
         {"per_modality": PerModalityConfig(mlp=True), "vocab_sizes": {"text": 9}},
         {"separate_first": 1, "separate_last": 1, "vocab_sizes": {"text": 9}},
     ],
-)
+)  # fmt: skip
 def test_a_detail_of_what_is_off_is_set_back_so_that_equal_models_have_equal_configurations(fields):
     sizes = {"vocab_sizes": fields["vocab_sizes"]} if "vocab_sizes" in fields else {}
     assert ModelConfig(**fields) == ModelConfig(**sizes)

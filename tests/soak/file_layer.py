@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +48,8 @@ class Lying(Disk):
         code = errno.EIO if kind == "input/output error" else errno.ENOSPC
         super().__init__(root, site, nth, code, stays_full=kind == "stays full")
         self.kind, self.rng, self.short = kind, rng, False
-        self.removed: Counter[int] = (
-            Counter()
-        )  # how often each inode was removed, because the system reuses inode numbers
+        # How often each inode was removed, because the system reuses inode numbers.
+        self.removed: Counter[int] = Counter()
         self.synced: dict[Inode, bytes] = {}
         self.names: dict[str, dict[str, Inode]] = {}  # by folder
         for folder, _, files in os.walk(root):  # the files of earlier calls are on the disk
@@ -216,17 +214,7 @@ def recorded(out: Path, command: Callable[[Path], Any], seen: Path) -> int:
 
 def in_child(call: Callable[[], Any]) -> int:
     """Call a function in a forked process, and return the exit code of the process."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            code = int(call() or 0)
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 1
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            code = 99
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(kills.forked(call), 0)[1])
 
 
 def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:

@@ -14,11 +14,11 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmqk.lab.runner.executors import PRELOAD
-from mmqk.store import cli_main, is_locked, read_alarms, read_metrics
+from mmqk.store import cli_main, is_locked, read_alarms
 from mmqk.train import main
 from tests.faulty_disk import Disk
 from tests.tiny import tiny_args, write_tiny_data
-from tests.training.ranks import RANKS, _rank
+from tests.training.ranks import RANKS, _rank, free_port
+from tests.training.runs import series
 
 for name in PRELOAD:  # before the forks
     importlib.import_module(name)
@@ -92,17 +93,21 @@ def prepare(shared: Path) -> None:
 def in_child(call: Callable[[], object], begun: Callable[[], bool] | None = None, kill_after: float = 0.0) -> bool:
     """Call a function in a forked process, and return whether the process was killed. Fail if the process
     ended by itself with an exit code other than 0."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            code = int(call() or 0)  # type: ignore[call-overload]
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 1
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            code = 1
-        os._exit(code)
-    return waited([pid], begun, kill_after)
+    return waited([forked(call)], begun, kill_after)
+
+
+def forked(call: Callable[[], object]) -> int:
+    """Call a function in a forked process, which ends with the exit code that it returns; return the process's id."""
+    if pid := os.fork():
+        return pid
+    try:
+        code = int(call() or 0)  # type: ignore[call-overload]
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 99
+    os._exit(code)
 
 
 def waited(pids: list[int], begun: Callable[[], bool] | None = None, kill_after: float = 0.0) -> bool:
@@ -162,22 +167,10 @@ def _written(path: Path) -> int | None:
 
 
 def ranks(args: list[str], folder: Path, strategy: str) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = [*args, f"--trainer.devices={RANKS}", f"--trainer.strategy={strategy}"]
-    pids = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _rank(rank, port, flags, str(folder / f"log{rank}"), 1, 0)
-            except SystemExit as exit_:
-                os._exit(exit_.code if isinstance(exit_.code, int) else 1)
-            finally:
-                os._exit(1)
-        pids.append(pid)
-    return pids
+    logs = [str(folder / f"log{rank}") for rank in range(RANKS)]
+    return [forked(partial(_rank, rank, port, flags, log, 1, 0)) for rank, log in enumerate(logs)]
 
 
 def grid(shared: Path, out: Path) -> subprocess.Popen[bytes]:
@@ -248,7 +241,7 @@ def age_events(out: Path) -> None:
 def compare(whole: Path, again: Path, tensorboard: bool = True) -> None:
     """Compare status, metrics, alarms, last checkpoint and TensorBoard's points, bit for bit."""
     assert json.loads((again / "status.json").read_text())["status"] == "completed"
-    for i, (ours, theirs) in enumerate(zip(metrics(again), metrics(whole), strict=True)):
+    for i, (ours, theirs) in enumerate(zip(series(again), series(whole), strict=True)):
         assert ours == theirs, f"line {i} of metrics.jsonl differs"
     assert read_alarms(again) == read_alarms(whole)
     mine, reference = (torch.load(folder / LAST, weights_only=True) for folder in (again, whole))
@@ -259,10 +252,6 @@ def compare(whole: Path, again: Path, tensorboard: bool = True) -> None:
     ours_, theirs_ = scalars(again), scalars(whole)
     different = {key: (ours_.get(key), theirs_[key]) for key in theirs_ if ours_.get(key) != theirs_[key]}
     assert not different and ours_.keys() == theirs_.keys(), f"TensorBoard differs: {different}"
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -31,9 +31,7 @@ def start(
     the step ``spike``.
     """
     start_server(PRELOAD)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = [
         *args, f"--trainer.devices={RANKS // nodes}", f"--trainer.num_nodes={nodes}", f"--trainer.strategy={strategy}"
     ]  # fmt: skip
@@ -42,6 +40,12 @@ def start(
     for process in both:
         process.start()
     return both
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def end(both: Sequence[ForkServerProcess]) -> list[int | None]:

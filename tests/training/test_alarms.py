@@ -74,27 +74,19 @@ def test_alarms_are_those_that_the_numbers_give_afterwards(reporting):
     # The first probes after the collapses.
     assert {a.tag[-7:]: a.step for a in found if a.name == "collapse"} == {"layer00": 36, "layer01": 48}
     assert live(folder) == afterwards(folder)
+    # They are marked in metrics.jsonl at their step.
+    counts = Counter((alarm.step, alarm.name) for alarm in found)
+    assert marks(folder) == counts and max(counts.values()) > 1
+    # The analysis reads the alarm counts as series; they change neither the modalities nor the other series.
+    run, view = read_runs(folder)[0], follow([folder])[0].look()
+    assert len(run.series("loss")[0]) == 60 == run.last_step == view.step and view.modalities == ["text", "image"]
 
 
 def marks(folder: Path) -> Counter[tuple[int, str]]:
     """Return the values of ``alarm/<name>`` in metrics.jsonl by step and name."""
-    return Counter(
-        {
-            (line["step"], key.removeprefix("alarm/")): value
-            for line in read_metrics(folder / "metrics.jsonl")
-            for key, value in line.items()
-            if key.startswith("alarm/")
-        }
-    )
-
-
-def test_they_are_marked_in_metrics_jsonl_at_their_step_and_readers_take_no_harm(reporting):
-    folder = reporting
-    found = Counter((alarm.step, alarm.name) for alarm in read_alarms(folder))
-    assert marks(folder) == found and max(found.values()) > 1
-    # The analysis reads the alarm counts as series; they change neither the modalities nor the other series.
-    run, view = read_runs(folder)[0], follow([folder])[0].look()
-    assert len(run.series("loss")[0]) == 60 == run.last_step == view.step and view.modalities == ["text", "image"]
+    lines = read_metrics(folder / "metrics.jsonl")
+    values = [(line["step"], key, value) for line in lines for key, value in line.items()]
+    return Counter({(step, key[6:]): value for step, key, value in values if key.startswith("alarm/")})
 
 
 def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tmp_path, monkeypatch):

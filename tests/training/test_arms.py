@@ -1,18 +1,16 @@
-"""Train without the image loss, and until an error. Load the trained model."""
+"""Train without the image loss, and until an error."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mmqk.checkpoint import load_model
 from mmqk.config import resolve
-from mmqk.data.datamodule import TokenDataModule
-from mmqk.model import EarlyFusionTransformer
 from mmqk.train import main
 from mmqk.training import module as training
 from mmqk.training.losses import LossSums, total_loss
-from tests.training.runs import command, series, status, weights
+from tests.tiny import data_of
+from tests.training.runs import series, status
 
 OFF = "--loss.weights.image=0"
 
@@ -23,10 +21,8 @@ OFF = "--loss.weights.image=0"
 def first_step(args: list[str]) -> tuple[training.TrainingModule, LossSums, torch.Tensor]:
     """Return the module of a run at its start, the loss sums of its first batch, and the number of targets of its
     first step."""
-    run = resolve(args)
+    run, data = resolve(args), data_of(args)
     module = training.TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
-    data = TokenDataModule(run.data, run.seed)
-    data.setup()
     batch = data.builder.batch([data.order.row(index) for index in range(run.data.batch_size)])
     return module, module.losses(batch), batch.step_targets
 
@@ -83,15 +79,3 @@ def test_a_run_that_fails_says_so_and_why(tiny_args, tmp_path, monkeypatch):
 
 
 # Load a trained model from its folder ---------------------------------------------------------------------
-
-
-def test_loaded_model_is_the_trained_one(whole):
-    loaded = load_model(whole, backend="sdpa")
-    trained = EarlyFusionTransformer(resolve(command(whole)).model, "sdpa").eval()
-    ids_BT = torch.randint(0, trained.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert float((trained(ids_BT) - loaded(ids_BT)).abs().max()) > 1e-2  # the control: an untrained model
-        trained.load_state_dict({name.removeprefix("model."): value for name, value in weights(whole).items()})
-        assert not loaded.training and loaded.config == trained.config
-        assert torch.equal(loaded(ids_BT), trained(ids_BT))
-        torch.testing.assert_close(load_model(whole)(ids_BT), trained(ids_BT), rtol=1e-4, atol=1e-5)

@@ -79,23 +79,6 @@ def test_equals_the_dense_form_for_any_chunk(chunk, dtype, tolerance, z_loss, so
         assert abs(float((total_loss(other, weighing[0], z, weighing[2]) - loss).detach())) > 1e-3
 
 
-@pytest.mark.parametrize("by_modality", [False, True])
-def test_gradcheck(by_modality):
-    hidden, head, *of = inputs()
-    given = torch.tensor(WEIGHTS, dtype=torch.float64), Z
-
-    def loss(hidden, head):
-        sums = chunked_losses(hidden, head, *of, *given, 4, 3.0, by_modality)
-        return loss_parts(sums, *given, 7.0) if by_modality else total_loss(sums, *given, 7.0)
-
-    assert torch.autograd.gradcheck(loss, (hidden, head))
-
-    def wrong(hidden, head):  # the control: without the gradient of the head
-        return loss(hidden, head.detach())
-
-    assert not torch.autograd.gradcheck(wrong, (hidden, head), raise_exception=False)
-
-
 def test_the_total_is_the_same_bit_for_bit_with_and_without_parts():
     hidden, head, *of = inputs(torch.float32)
     given = torch.tensor(WEIGHTS), Z

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.config import resolve
-from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
 from mmqk.store import read_metrics
 from mmqk.train import main
 from mmqk.training.losses import modality_losses, modality_means, modality_sums
+from tests.tiny import data_of
 
 DIAL = ['--data.mix={"dial": 1}', "--data.seq_len=96"]
 
@@ -27,8 +26,7 @@ def dialled(tiny_args, tmp_path_factory):
 
 def test_excess_is_the_loss_less_what_the_source_knows(dialled, tiny_args):
     lines = {line["step"]: line for line in read_metrics(dialled / "metrics.jsonl")}
-    data = TokenDataModule(resolve([*tiny_args, *DIAL]).data, 0)
-    data.setup()
+    data = data_of([*tiny_args, *DIAL])
     # The negative log probability that the synthetic source `dial` gives each token of the first batch.
     ids = np.stack([data.order.row(i).ids for i in range(4)])
     nats = -data.dial.log_prob(ids)[:, 1:]
@@ -44,9 +42,7 @@ def test_excess_is_the_loss_less_what_the_source_knows(dialled, tiny_args):
 
 @pytest.mark.parametrize("noise", [{}, {"image": 0.5}])
 def test_a_model_that_knows_the_source_has_no_excess(tiny_args, noise):
-    flags = [f"--data.dial.target_noise={json.dumps(noise)}"]
-    data = TokenDataModule(resolve([*tiny_args, *DIAL, *flags]).data, 0)
-    data.setup()
+    data = data_of([*tiny_args, *DIAL, f"--data.dial.target_noise={json.dumps(noise)}"])
     batch = data.order.builder.batch([data.order.row(i) for i in range(4)])
     p_BT = torch.exp(-batch.target_surprise_BT)
     image = batch.target_mask_BT & (batch.target_modality_BT == 1)
@@ -69,15 +65,14 @@ def test_a_model_that_knows_the_source_has_no_excess(tiny_args, noise):
 
 def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args):
     steps = 150  # more sequences than `SAMPLE` of datamodule.py
-    config = resolve(tiny_args).data
-    data = TokenDataModule(config, 0)
-    data.setup()
-    batches = MicroBatches(data.order, config.batch_size, accumulate=2, rank=0, world=1, steps=steps)
+    data = data_of(tiny_args)
+    size = data.config.batch_size
+    batches = MicroBatches(data.order, size, accumulate=2, rank=0, world=1, steps=steps)
     counts_M = torch.zeros(2)
     for batch in (batches[i] for i in range(len(batches))):
         modality_BT = batch.ids_BT.roll(-1, 1) >= 305
         counts_M += torch.stack([(batch.target_mask_BT & (modality_BT == m)).sum() for m in (False, True)])
-    found = data.targets(steps * config.batch_size)
+    found = data.targets(steps * size)
     assert found == pytest.approx(dict(zip(("text", "image"), (counts_M / steps / 4).tolist(), strict=True)), rel=1e-6)
     # The control: a different number of sequences has a different mean number of targets.
     assert data.targets(1)["text"] != pytest.approx(found["text"], rel=1e-6)

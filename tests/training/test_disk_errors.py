@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from mmqk.store import Alarm, AlarmRules, cli_main, read_alarms, read_status
 from mmqk.train import main
 from tests.faulty_disk import Disk, Site
-from tests.training.runs import series
+from tests.training import runs
+from tests.training.runs import series, weights
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files")
 PARTS = 5  # coprime to the periods 2 and 3 of the loop below
@@ -25,9 +25,7 @@ def one_alarm():
     """Give each run an alarm, so that it writes alarms.jsonl."""
     update = AlarmRules.update
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            AlarmRules, "update", lambda self, step, values: [*update(self, step, values), *[ALARM] * (step == 3)]
-        )
+        patch.setattr(AlarmRules, "update", lambda self, step, seen: update(self, step, seen) + [ALARM] * (step == 3))
         yield
 
 
@@ -46,17 +44,8 @@ def undisturbed(args, one_alarm, tmp_path_factory) -> tuple[Path, list[tuple[Sit
     return whole, sorted(disk.seen.items())
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "checkpoints/step00000004.ckpt", weights_only=True)["state_dict"]
-
-
 def same(one: Path, other: Path) -> bool:
-    a, b = weights(one), weights(other)
-    return (
-        series(one) == series(other)
-        and read_alarms(one) == read_alarms(other)
-        and all(torch.equal(a[name], b[name]) for name in a)
-    )
+    return runs.same(weights(one), weights(other)) and all(read(one) == read(other) for read in (series, read_alarms))
 
 
 def test_the_disk_sees_what_a_run_writes(undisturbed):

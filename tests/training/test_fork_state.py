@@ -1,4 +1,4 @@
-"""Check the training state of a fork: moments, schedule, position in the data, state of the callbacks."""
+"""Check the training state of a fork: moments, schedule, state of the callbacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmqk.config import OptimConfig
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import AlarmRules, DivergenceRule
 from mmqk.training.fork.measure import Change
-from mmqk.training.fork.state import callback_state, loops_state, optimizer_state
+from mmqk.training.fork.state import callback_state, optimizer_state
 from mmqk.training.fork.weights import Carried
 from mmqk.training.optimizers import make_optimizer
 from tests.training.toy import MODEL, module_of, toy_batch
@@ -129,30 +129,6 @@ def test_a_modality_that_is_trained_from_the_fork_on_starts_at_zero():
     for name, p in model.named_parameters():
         assert torch.equal(found[name]["exp_avg"][1], optimizer.state[p]["exp_avg"][0])
         assert float(found[name]["exp_avg"][0].abs().max()) == 0
-
-
-def counters(n: int) -> dict:
-    return {"ready": n, "completed": n - 1, "started": n, "processed": n}
-
-
-@pytest.mark.parametrize(
-    ("new", "skip", "position", "ahead"),
-    [((4, 1), 0, 8, 6), ((4, 1), 2, 8, 14), ((4, 2), 1, 16, 10), ((2, 2), 0, 16, 22), ((8, 1), 1, 8, -18)],
-)
-def test_position_is_the_sequence_after_the_last_one_read(new, skip, position, ahead):
-    """A parent at step 8 that reads 4 sequences per step and is 6 sequences ahead has read 38 sequences."""
-    saved = {
-        "fit_loop": {
-            "state_dict": {"combined_loader": [{"position": 8, "ahead": 6}]},
-            "epoch_loop.batch_progress": {"total": counters(8), "current": counters(8), "is_last_batch": True},
-        }
-    }
-    fit = loops_state(saved, 8, 4, *new, skip)["fit_loop"]
-    assert fit["state_dict"]["combined_loader"] == [{"position": position, "ahead": ahead}]
-    assert 8 * new[0] + ahead == 38 + skip * new[0]
-    progress = fit["epoch_loop.batch_progress"]
-    assert progress["current"] == counters(position) and not progress["is_last_batch"]
-    assert saved["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]  # the parent's state is unchanged
 
 
 # State of the callbacks -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmqk.config.fork import check_forkable
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.config import PerModalityConfig, QKNormConfig
 from mmqk.training.fork.measure import change_of_function
@@ -56,6 +57,18 @@ def logits(model: EarlyFusionTransformer) -> Tensor:
 def distance(old: EarlyFusionTransformer, new: EarlyFusionTransformer) -> float:
     before, after = logits(old), logits(new)
     return float((after - before).norm() / before.norm())
+
+
+@pytest.mark.parametrize(
+    ("field", "of_parent", "value"),
+    [("n_layers", {}, 3), ("tie_embeddings", {}, True), ("per_modality", {"qk": True}, PerModalityConfig()),
+     ("layer_scale", {"separate_first": 1}, 0.1)],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused(field, of_parent, value):
+    old = replace(PLAIN, **{"per_modality": PerModalityConfig(**of_parent)} if "qk" in of_parent else of_parent)
+    check_forkable(old, old)  # the control
+    with pytest.raises(ValueError, match=f"model.{field}.* a fork"):
+        check_forkable(old, replace(old, **{field: value}))
 
 
 EXACT = {

@@ -205,19 +205,10 @@ def fit_without_waiting(module, documents, *callbacks) -> tuple[StepLog, NobodyW
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
-            max_steps=FLUSH,
-            max_epochs=-1,
-            accelerator="gpu",
-            devices=1,
-            precision="bf16-mixed",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            accumulate_grad_batches=ACCUMULATE,
-            gradient_clip_val=0.5,
-            callbacks=[log, *callbacks, listener],
-        )
+            max_steps=FLUSH, max_epochs=-1, accelerator="gpu", devices=1, precision="bf16-mixed", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5, callbacks=[log, *callbacks, listener],
+        )  # fmt: skip
         try:
             trainer.fit(module, Batches(documents))
         finally:

@@ -10,6 +10,7 @@ import math
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +24,30 @@ from mmqk.training.checkpoint import Checkpoints
 from mmqk.training.loggers import Integration
 from tests.training.runs import WHOLE, series
 
-ALL = ["wandb", "mlflow"]
 # A warning of SQLAlchemy, which mlflow uses.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 
 
-def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
-
-
-def mlflow_run(run: Path) -> tuple[Any, Any]:
+def of_mlflow(run: Path) -> list[dict[str, Any]]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run}/mlflow.db")
-    return client, client.get_run(json.loads((run / "loggers.json").read_text())["mlflow"]["id"])
-
-
-def of_mlflow(run: Path) -> list[dict[str, Any]]:
-    client, logged = mlflow_run(run)
+    logged = client.get_run(json.loads((run / "loggers.json").read_text())["mlflow"]["id"])
     steps: dict[int, dict[str, Any]] = {}
-    for name in logged.data.metrics:
+    for name in logged.data.metrics.keys() - {"tokens_per_s"}:
         for metric in client.get_metric_history(logged.info.run_id, name):
             line = steps.setdefault(metric.step, {"step": metric.step})
             assert name not in line, f"{name} has step {metric.step} twice"
             line[name] = metric.value
-    return plain([steps[step] for step in sorted(steps)])
+    return [steps[step] for step in sorted(steps)]
 
 
 @pytest.fixture(scope="module")
 def args(tiny_args) -> Iterator[list[str]]:
     """Yield the command line of a run with every installed logger, in offline mode."""
-    from importlib.util import find_spec
-
-    names = [name for name in ALL if find_spec(name)]
-    if "mlflow" in names and not find_spec("sqlalchemy"):
-        names.remove("mlflow")
+    for module in ("mlflow", "sqlalchemy"):
+        pytest.importorskip(module, reason="mlflow is not installed: pip install 'mmqk[mlflow]'")
+    names = ["mlflow", *["wandb"] * (find_spec("wandb") is not None)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         for name in ("WANDB_PROJECT", "WANDB_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
@@ -92,57 +82,35 @@ def resumed(broken, args, tmp_path_factory) -> Path:
     return out
 
 
-def needs(name: str, args: list[str]) -> None:
-    if name not in args[-1]:
-        pytest.skip(f"{name} is not installed: pip install 'mmqk[{name}]'")
-
-
 @pytest.mark.slow
-def test_mlflow_has_the_values_of_metrics_jsonl_once_after_an_error_and_a_resume(args, broken, resumed):
-    needs("mlflow", args)
+def test_loggers_have_every_value_once_after_an_error_and_a_resume(args, broken, resumed, whole, tiny_args):
     assert of_mlflow(broken) == series(broken)
     lines = series(resumed)
-    assert of_mlflow(resumed) == lines and [line["step"] for line in lines] == list(range(13))
+    assert of_mlflow(resumed) == lines == series(whole) and [line["step"] for line in lines] == list(range(13))
     assert "q_norm/text/layer01" in lines[12] and "val_loss/image" in lines[12]
+    before, after = (json.loads((run / "loggers.json").read_text()) for run in (broken, resumed))
+    for name in before:  # the resume continues the run of the logger
+        assert before[name]["id"] == after[name]["id"] and (before[name]["step"], after[name]["step"]) == (-1, 7)
+    assert resolve(args).id == resolve([*tiny_args, *WHOLE]).id != resolve([*args, "--seed=1"]).id
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_resume_continues_the_run_of_the_logger(name, args, broken, resumed):
-    needs(name, args)
-    before, after = (json.loads((run / "loggers.json").read_text())[name] for run in (broken, resumed))
-    assert before["id"] == after["id"] and (before["step"], after["step"]) == (-1, 7)
-
-
-@pytest.mark.slow
-def test_mlflow_gets_the_steps_that_a_killed_process_had_not_sent(args, broken, tmp_path):
-    needs("mlflow", args)
+@pytest.mark.parametrize("lost", ["steps", "id"])
+def test_mlflow_gets_the_steps_that_a_killed_process_had_not_sent(args, broken, tmp_path, lost):
+    """The control: without the stored id, the resume begins another run and sends it the steps before."""
     out = tmp_path / "run"
     shutil.copytree(broken, out, symlinks=True)
-    with contextlib.closing(sqlite3.connect(out / "mlflow.db")) as store:
-        store.execute("DELETE FROM metrics WHERE step >= 6")
-        store.commit()
-    assert [line["step"] for line in of_mlflow(out)] == list(range(6))
+    if lost == "steps":
+        with contextlib.closing(sqlite3.connect(out / "mlflow.db")) as store:
+            store.execute("DELETE FROM metrics WHERE step >= 6")
+            store.commit()
+        assert [line["step"] for line in of_mlflow(out)] == list(range(6))
+    else:
+        (out / "loggers.json").unlink()
     assert main([*args[:-1], "--logging=[mlflow]", f"--out={out}"]) == 0
     assert of_mlflow(out) == series(out) and len(series(out)) == 13
-
-
-@pytest.mark.slow
-def test_without_the_id_the_resume_begins_a_run_and_sends_the_steps_before(args, broken, tmp_path):
-    """The control: only the stored id and step make a resume continue the run."""
-    needs("mlflow", args)
-    out = tmp_path / "run"
-    shutil.copytree(broken, out, symlinks=True)
-    (out / "loggers.json").unlink()
-    assert main([*args[:-1], "--logging=[mlflow]", f"--out={out}"]) == 0
-    assert json.loads((out / "loggers.json").read_text())["mlflow"]["id"] not in (broken / "loggers.json").read_text()
-    assert [row["step"] for row in of_mlflow(out)] == list(range(13))
-
-
-@pytest.mark.slow
-def test_loggers_change_neither_the_identity_nor_a_number(args, whole, resumed, tiny_args):
-    assert series(whole) == series(resumed)
-    assert resolve(args).id == resolve([*tiny_args, *WHOLE]).id != resolve([*args, "--seed=1"]).id
+    ids = [json.loads((run / "loggers.json").read_text())["mlflow"]["id"] for run in (broken, out)]
+    assert (ids[0] == ids[1]) == (lost == "steps")
 
 
 # The logger alone -------------------------------------------------------------------------------------------

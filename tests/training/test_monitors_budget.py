@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from mmqk.config import LossConfig, MonitorConfig
 from mmqk.model import PerModalityConfig, QKNormConfig
+from mmqk.monitors import NormMonitor
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import AlarmRules
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
@@ -30,17 +32,12 @@ class Squares(L.Callback):
         self.seen: list[dict[str, float]] = []
 
     def look(self, module) -> None:
-        self.seen.append(
-            {
-                f"{name}/layer{i:02d}": sum(
-                    float(p.detach().square().sum())
-                    for n, p in getattr(block.attention, name).named_parameters()
-                    if "weight" in n
-                )
-                for i, block in enumerate(module.model.blocks)
-                for name in ("w_q", "w_k")
-            }
-        )
+        squares: dict[str, float] = {}
+        for name, p in module.model.named_parameters():
+            if match := re.match(r"blocks\.(\d+)\.attention\.(w_[qk])\..*weight", name):
+                key = f"{match[2]}/layer{int(match[1]):02d}"
+                squares[key] = squares.get(key, 0.0) + float(p.detach().square().sum())
+        self.seen.append(squares)
 
     def on_train_start(self, trainer, pl_module) -> None:
         self.look(pl_module)
@@ -214,14 +211,17 @@ def test_a_parameter_of_zeros_has_no_ratio_and_rings_no_alarm(logged):
 
 @pytest.mark.parametrize("extra", [{"qk_clip": 1e-3}, {"split_second_moment": True}], ids=str)
 def test_a_watched_run_has_the_weights_of_one_that_nobody_watches(logged, extra):
+    """QK-Clip reads the attention logits of every forward pass in training, but not those of a probe."""
     model, accumulate = replace(MODEL, residual_dropout=0.2, attn_dropout=0.1), 2
-    modules = [module_of(model, **extra) for _ in range(2)]
+    modules = [module_of(model, **extra) for _ in range(3)]
     batches = batches_of(6, accumulate)
+    foreign = NormMonitor("model", {"image": range(9, 16)}, every_n_steps=1, sequences=2)
     records = [
         fit(module, batches, accumulate, clip=0.5, callbacks=callbacks)
-        for module, callbacks in zip(modules, ([], [RunMonitor(EVERYTHING)]), strict=True)
+        for module, callbacks in zip(modules, ([], [RunMonitor(EVERYTHING)], [foreign]), strict=True)
     ]
-    assert apart(*map(weights, modules)) == 0 and records[0] == records[1] and len(logged[6]) > 100
+    assert records[0] == records[1] == records[2] and len(logged[6]) > 100
+    assert all(apart(weights(module), weights(modules[0])) == 0 for module in modules[1:])
     # The control: a run with different weights is detected.
     other = module_of(model, **extra, eps=1e-7)
     fit(other, batches, accumulate, clip=0.5)

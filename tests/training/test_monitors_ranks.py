@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
+from tests.training.ranks import free_port
 
 SEQUENCES = 6  # three for each process: an odd number
 
@@ -70,10 +70,7 @@ def of_rank(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_measure_what_one_does(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(of_rank, (port, str(tmp_path)), nprocs=2)
+    mp.spawn(of_rank, (free_port(), str(tmp_path)), nprocs=2)
     both = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     expected = measure(list(range(SEQUENCES)), collective=False)
     assert both[0] == both[1] and both[0].keys() == expected.keys()

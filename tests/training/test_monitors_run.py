@@ -23,20 +23,15 @@ RUN = ["--model.residual_dropout=0.1", "--model.attn_dropout=0.1", "--trainer.ac
 
 
 @pytest.fixture(scope="module")
-def off(tiny_args, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("off") / "run"
-    assert main([*tiny_args, *RUN, f"--out={out}"]) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
 def on(tiny_args, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("on") / "run"
     assert main([*tiny_args, *RUN, *EVERYTHING, f"--out={out}"]) == 0
     return out
 
 
-def test_every_monitor_leaves_every_bit_of_the_weights(off, on):
+def test_every_monitor_leaves_every_bit_of_the_weights(on, tiny_args, tmp_path):
+    off = tmp_path / "off"
+    assert main([*tiny_args, *RUN, f"--out={off}"]) == 0
     assert same(state(off), state(on))
     pairs = zip(series(off), series(on), strict=True)
     assert all(plain.items() <= line.items() for plain, line in pairs)
@@ -80,6 +75,7 @@ def test_a_run_that_breaks_says_where(tiny_args, tmp_path, capsys):
     assert found["reason"] in capsys.readouterr().err
     steps = [line["step"] for line in series(tmp_path / "run")]
     assert steps[:3] == [0, 1, 2] and 3 not in steps  # the run ends at step 2
+    assert main([*args, f"--out={tmp_path / 'run'}"]) == 0  # a diverged run is finished
 
 
 def broken_at(step: int, **optim):

@@ -15,9 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmqk.data.loader import PositionedLoader
-from mmqk.monitors import NormMonitor
 from mmqk.store import UserError
-from tests.training.toy import fit, module_of, toy_batch, weights
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -77,17 +75,6 @@ def test_the_docs_measure_somebodys_own_module(run):
     # The control: a module name that does not exist is refused in one sentence.
     with pytest.raises(UserError, match=r"NormMonitor\(model='nett'\): Mine has no such module"):
         run(code.replace('"net"', '"nett"'))
-
-
-@pytest.mark.parametrize("optim", [{"qk_clip": 1e-3}, {"split_second_moment": True}], ids=str)
-def test_a_probe_changes_no_weight_of_a_remedy(optim):
-    """QK-Clip reads the attention logits of every forward pass in training, but not those of a probe."""
-    batches, found = [toy_batch(seed) for seed in range(6)], []
-    for callbacks in ([], [NormMonitor("model", {"image": range(9, 16)}, every_n_steps=1, sequences=2)]):
-        module = module_of(backend="sdpa", **optim)
-        fit(module, batches, callbacks=callbacks)
-        found.append(weights(module))
-    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
 
 
 def test_a_position_in_the_data_is_that_of_its_batch_size():

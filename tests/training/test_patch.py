@@ -12,10 +12,11 @@ import torch
 
 from mmqk.checkpoint import load_model
 from mmqk.config import resolve
-from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
 from mmqk.store import UserError
 from mmqk.train import main
+from tests.tiny import data_of
+from tests.training.runs import same, saved
 
 SOURCE = """\
 import torch
@@ -44,10 +45,6 @@ def own(tmp_path, monkeypatch) -> Path:
     return file
 
 
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return torch.load(folder / f"checkpoints/step{step:08d}.ckpt", weights_only=True)["state_dict"]
-
-
 def test_the_source_of_a_patch_is_part_of_the_identity(own, tiny_args):
     plain, patched = resolve(tiny_args).id, resolve([*tiny_args, "model.patch=own_patch:loud"]).id
     rows = resolve([*tiny_args, "data.patch=own_patch:backwards"]).id
@@ -65,14 +62,14 @@ def test_a_fork_patches_the_weights_of_its_parent_once(own, tiny_args, tmp_path)
     assert main([*short, f"--out={parent}"]) == 0
     args = [f"--fork={parent / 'checkpoints/step00000002.ckpt'}", "model.patch=own_patch:loud", "--quiet"]
     assert main([*args, f"--out={fork}"]) == 0
-    before, after = weights(parent, 2), weights(fork, 2)
+    before, after = saved(parent, 2)["state_dict"], saved(fork, 2)["state_dict"]
     assert torch.equal(after[W_Q], 8 * before[W_Q])
     assert all(torch.equal(after[name], before[name]) for name in before if name != W_Q)
-    last = weights(fork, 4)
+    last = saved(fork, 4)["state_dict"]
     (fork / "checkpoints/step00000004.ckpt").unlink()
     (fork / "status.json").write_text((fork / "status.json").read_text().replace("completed", "interrupted"))
     assert main([*args, f"--out={fork}"]) == 0
-    assert all(torch.equal(weights(fork, 4)[name], last[name]) for name in last)
+    assert same(saved(fork, 4)["state_dict"], last)
     again = [f"--fork={fork}", "--trainer.max_steps=6"]
     with pytest.raises(UserError, match=r"the parent has model\.patch own_patch:loud.* add model\.patch=own"):
         resolve(again)
@@ -96,10 +93,7 @@ def test_a_checkpoint_runs_no_code_that_it_names(own, tiny_args, tmp_path):
 
 
 def test_rows_are_patched_before_ranks_and_micro_batches_divide_them(tiny_args):
-    run = resolve(tiny_args)
-    data = TokenDataModule(run.data, run.seed)
-    data.setup()
-    order = data.order
+    order = data_of(tiny_args).order
 
     def patch(rows, step, order):
         return rows[::-1] if step else rows

@@ -37,14 +37,12 @@ RUNS = {
     "ddp": ("ddp", INSIDE),
     "fsdp": ("fsdp", ["--model.tie_embeddings=true", "--model.qk_norm.kind=rms"]),
     "ddp on two machines, qk-clip and split moments": (
-        "ddp",
-        [*INSIDE, "--optim.qk_clip=0.1", "--optim.split_second_moment=true"],
+        "ddp", [*INSIDE, "--optim.qk_clip=0.1", "--optim.split_second_moment=true"],
     ),
     "ddp, sigma reparam, untied, loss in chunks": (
-        "ddp",
-        [*INSIDE, "--model.weight_reparam=sigma", "--model.per_modality.norms=true", "--loss.chunk_size=50"],
+        "ddp", [*INSIDE, "--model.weight_reparam=sigma", "--model.per_modality.norms=true", "--loss.chunk_size=50"],
     ),
-}
+}  # fmt: skip
 # Only these two are resumed and forked.
 OF_EACH_STRATEGY = pytest.mark.parametrize(
     "pair", [RUNS["ddp"], RUNS["fsdp"]], ids=["ddp", "fsdp"], indirect=True, scope="module"
@@ -154,9 +152,9 @@ def test_a_spike_on_one_of_two_ranks_is_skipped_by_both(tiny_args, tmp_path):
 
 
 @OF_EACH_STRATEGY
-def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tmp_path, monkeypatch):
+def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tmp_path, monkeypatch, capsys):
     """It reads exactly the tokens of the run of one process. Killed once more, it is the same run, bit for bit."""
-    _, one, two = pair
+    strategy, one, two = pair
     read, training_step = [], TrainingModule.training_step
 
     def reading(self, batch, index):
@@ -172,6 +170,15 @@ def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tm
         ids.append(read.copy())
     assert ids[0][8:] == ids[1] and ids[1][8:] == ids[2] and ids[0] != ids[0][::-1]  # two micro-batches a step
     assert same_run(tmp_path / "again", tmp_path / "alone")
+    said = capsys.readouterr().err
+    assert f"2 processes ({strategy}) and the run continues with one process" in said and "up to rounding" in said
+    close(series(tmp_path / "alone"), series(one))
+    if strategy == "fsdp":
+        rewind(one, tmp_path / "more", 4)
+        assert train([*args, f"--out={tmp_path / 'more'}"], tmp_path / "log", strategy) == [0, 0]
+        close(series(tmp_path / "more"), series(one))
+        assert "one process and the run continues with 2 processes (fsdp)" in (tmp_path / "log0").read_text()
+        assert torch.equal(load_model(two).embed.weight, state(two)["model.embed.weight"])
 
 
 @OF_EACH_STRATEGY
@@ -184,23 +191,6 @@ def test_resume_is_exact_among_as_many(pair, tmp_path):
     said = (tmp_path / "log0").read_text()
     assert "resuming from step 8" in said and "bit for bit" not in said
     assert (tmp_path / "log1").read_text() == ""
-
-
-@OF_EACH_STRATEGY
-def test_a_checkpoint_goes_on_with_one_process_or_another_strategy(pair, tmp_path, capsys):
-    strategy, one, two = pair
-    args = rewind(two, tmp_path / "alone", 4)
-    args = [a for a in args if not a.startswith(WHERE)]
-    assert main([*args, f"--out={tmp_path / 'alone'}"]) == 0
-    said = capsys.readouterr().err
-    assert f"2 processes ({strategy}) and the run continues with one process" in said and "up to rounding" in said
-    close(series(tmp_path / "alone"), series(one))
-    if strategy == "fsdp":
-        rewind(one, tmp_path / "more", 4)
-        assert train([*args, f"--out={tmp_path / 'more'}"], tmp_path / "log", strategy) == [0, 0]
-        close(series(tmp_path / "more"), series(one))
-        assert "one process and the run continues with 2 processes (fsdp)" in (tmp_path / "log0").read_text()
-        assert torch.equal(load_model(two).embed.weight, state(two)["model.embed.weight"])
 
 
 @OF_EACH_STRATEGY

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from mmqk.config import LossConfig, OptimConfig
@@ -19,27 +18,6 @@ from mmqk.training.module import TrainingModule
 
 BLOCKS = {"text": 9, "image": 7}
 MODEL = ModelConfig(d_model=16, n_layers=2, n_heads=4, vocab_sizes=BLOCKS)
-
-
-class Small(nn.Module):
-    """A matrix, a gain and a bias, with fixed values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2, bias=False, dtype=torch.float64)
-        self.layer.weight = nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64))
-        self.gain = nn.Parameter(torch.tensor([1.5, -0.5], dtype=torch.float64))
-        self.bias = nn.Parameter(torch.tensor(0.25, dtype=torch.float64))
-
-    @property
-    def matrix(self) -> nn.Parameter:
-        return self.layer.weight
-
-
-def set_gradients(model: nn.Module, value: float = 0.0) -> None:
-    """Set every element of every gradient to this value."""
-    for p in model.parameters():
-        p.grad = torch.full_like(p, value)
 
 
 def toy_batch(
@@ -99,17 +77,10 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
-            max_steps=len(batches) // accumulate,
-            max_epochs=-1,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            accumulate_grad_batches=accumulate,
-            gradient_clip_val=clip,
-            callbacks=[records, *callbacks],
-        )
+            max_steps=len(batches) // accumulate, max_epochs=-1, accelerator="cpu", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            accumulate_grad_batches=accumulate, gradient_clip_val=clip, callbacks=[records, *callbacks],
+        )  # fmt: skip
         trainer.fit(module, DataLoader(list(batches), batch_size=None))  # type: ignore[arg-type]
     return records.lines
 

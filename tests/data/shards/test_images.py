@@ -11,16 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageFile
 
 from mmqk.data.shards import images
 from mmqk.data.shards.images import Dropped, load_image, on_white
-
-
-def encoded(image: Image.Image, file_format: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, file_format, **options)
-    return buffer.getvalue()
+from tests.data.tars import encoded
 
 
 def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> Image.Image:
@@ -218,31 +213,24 @@ def test_first_frame_of_an_animation(file_format: str) -> None:
     assert (pixels(load_image(content, 64)) == (255, 0, 0)).all()
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
-def test_exif_orientation(orientation: int, fit: Any) -> None:
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_exif_orientation(orientation: int) -> None:
     upright = noise(150, 90)
     # The image as the camera stores it: the inverse of the rotation and reflection that the Exif standard defines for
     # this tag.
     a = pixels(upright).astype(np.uint8)
     stored = {
-        1: a, 2: a[:, ::-1], 3: a[::-1, ::-1], 4: a[::-1], 5: a.transpose(1, 0, 2),
+        2: a[:, ::-1], 3: a[::-1, ::-1], 4: a[::-1], 5: a.transpose(1, 0, 2),
         6: np.rot90(a), 7: np.rot90(a, 2).transpose(1, 0, 2), 8: np.rot90(a, -1),
     }[orientation]  # fmt: skip
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = Image.fromarray(np.ascontiguousarray(stored))
-    expected = load_image(encoded(upright, "PNG"), 48, fit)
-    for file_format in ("PNG", "WEBP", "TIFF"):
-        options = {"lossless": True} if file_format == "WEBP" else {}
-        got = load_image(encoded(image, file_format, exif=exif, **options), 48, fit)
-        assert abs(pixels(got) - pixels(expected)).max() <= 1, file_format
-    photo = encoded(image, "JPEG", quality=98, subsampling=0, exif=exif)
-    assert abs(pixels(load_image(photo, 48, fit)) - pixels(expected)).mean() < 1.5
-    assert (pixels(ImageOps.exif_transpose(image)) == stored).all()  # without the tag nothing is rotated
-    if orientation != 1:
-        ignored = load_image(encoded(image, "JPEG", quality=98, subsampling=0), 48, fit)
-        assert abs(pixels(ignored) - pixels(expected)).mean() > 5
+    expected = pixels(load_image(encoded(upright, "PNG"), 48, "stretch"))
+    for file_format, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("JPEG", {"quality": 98})):
+        with_tag, without = (encoded(image, file_format, **options, **tag) for tag in ({"exif": exif}, {}))
+        assert abs(pixels(load_image(with_tag, 48, "stretch")) - expected).mean() < 1.5, file_format
+        assert abs(pixels(load_image(without, 48, "stretch")) - expected).mean() > 5  # the control
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

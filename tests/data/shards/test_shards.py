@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import lzma
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from data.build.write import write_documents, write_shard
-from mmqk.data.shards import manifest as manifest_module
-from mmqk.data.shards.manifest import (
-    FEW,
-    SHARE,
-    Manifest,
-    default_share,
-    load_manifest,
-    manifest_hash,
-    read_pairs,
-    read_text,
-    write_manifest,
-)
+from mmqk.data.shards import manifest as module
+from mmqk.data.shards.manifest import FEW, SHARE, Manifest, default_share, load_manifest, read_pairs, read_text
 from mmqk.store import UserError
-
-
-def webp(color: tuple[int, ...], size: tuple[int, int] = (64, 64)) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGBA" if len(color) == 4 else "RGB", size, color).save(buffer, "WEBP", lossless=True)
-    return buffer.getvalue()
+from tests.data.tars import encoded
 
 
 def samples(n: int) -> list[tuple[str, bytes, dict[str, Any]]]:
-    return [(f"v-{i:04x}", webp((i, 2 * i, 255 - i)), {"caption": f"number {i}"}) for i in range(n)]
+    pixels = [np.full((64, 64, 3), (i, 2 * i, 255 - i), np.uint8) for i in range(n)]
+    files = [encoded(image, "WEBP", lossless=True) for image in pixels]
+    return [(f"v-{i:04x}", file, {"caption": f"number {i}"}) for i, file in enumerate(files)]
 
 
 @pytest.fixture
@@ -42,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     """Write two train shards and a val shard, with their manifest."""
     train = tuple(write_shard(tmp_path / f"train-0000{i}.tar", samples(6)[3 * i : 3 * i + 3]) for i in (0, 1))
     val = (write_shard(tmp_path / "val-00000.tar", samples(8)[6:]),)
-    write_manifest(tmp_path, Manifest({"train": train, "val": val}, {"name": "test"}))
+    module.write_manifest(tmp_path, Manifest({"train": train, "val": val}, {"name": "test"}))
     return tmp_path
 
 
@@ -50,20 +35,10 @@ def remanifest(folder: Path) -> None:
     """Update the hashes in the manifest, as a user does after changing the shards."""
     shards = load_manifest(folder).splits
     new = {
-        split: tuple(
-            manifest_module.Shard(s.file, s.samples, manifest_module.sha256_file(folder / s.file)) for s in those
-        )
+        split: tuple(module.Shard(s.file, s.samples, module.sha256_file(folder / s.file)) for s in those)
         for split, those in shards.items()
     }
-    write_manifest(folder, Manifest(new, {}))
-
-
-def refusal(folder: Path, split: str = "train") -> str:
-    with pytest.raises(UserError) as caught:
-        list(read_pairs(folder, split))
-    message = str(caught.value)
-    assert "\n" not in message and ": " in message
-    return message
+    module.write_manifest(folder, Manifest(new, {}))
 
 
 def test_pairs_come_back_in_order_with_their_pixels(folder: Path) -> None:
@@ -77,26 +52,27 @@ def test_pairs_come_back_in_order_with_their_pixels(folder: Path) -> None:
 
 
 def test_manifest_hash_follows_the_samples_only(folder: Path) -> None:
-    before = manifest_hash(folder)
+    before = module.manifest_hash(folder)
     assert len(before) == 10
     manifest = load_manifest(folder)
-    write_manifest(folder, Manifest(manifest.splits, {"built_with": {"pillow": "0"}}))
-    assert manifest_hash(folder) == before
+    module.write_manifest(folder, Manifest(manifest.splits, {"built_with": {"pillow": "0"}}))
+    assert module.manifest_hash(folder) == before
     write_shard(folder / "train-00001.tar", samples(5)[3:])
     remanifest(folder)
-    assert manifest_hash(folder) != before
+    assert module.manifest_hash(folder) != before
 
 
 def test_shard_that_differs_from_its_manifest(folder: Path) -> None:
     write_shard(folder / "train-00000.tar", samples(3)[::-1])
-    assert "train-00000.tar differs from its manifest" in refusal(folder)
+    with pytest.raises(UserError, match=r"train-00000\.tar differs from its manifest"):
+        list(read_pairs(folder, "train"))
 
 
 @pytest.fixture
 def documents(tmp_path: Path) -> tuple[Path, list[str]]:
     texts = ["one\nand two", 'a "quoted" word', "naïve\u2028line", "x" * 5000]
     shard = write_documents(tmp_path / "train.jsonl.xz", [{"source": "s", "text": t} for t in texts])
-    write_manifest(tmp_path, Manifest({"train": (shard,)}, {}))
+    module.write_manifest(tmp_path, Manifest({"train": (shard,)}, {}))
     return tmp_path, texts
 
 
@@ -119,9 +95,6 @@ def test_damaged_documents(documents: tuple[Path, list[str]]) -> None:
     assert "differs from its manifest" in message()
     remanifest(folder)
     assert "train.jsonl.xz is truncated" in message()
-    file.write_bytes(lzma.compress(b'{"text": "a"}\n{"words": "b"}\n'))
-    remanifest(folder)
-    assert "line 2 of" in message() and "no field text" in message()
     file.write_bytes(lzma.compress(b'{"text": "a"}\n'))
     remanifest(folder)
     assert "has 1 documents, but the manifest lists 4" in message()

@@ -59,11 +59,10 @@ def epoch_of(lane, epoch, most=10**6):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000, 12345])
 def test_the_keyed_permutation_is_one(n):
-    places = range(n) if n < 10**4 else range(0, n, 1)
-    images = [permuted(i, n, 5, 2) for i in places]
+    images = [permuted(i, n, 5, 2) for i in range(n)]
     assert sorted(images) == list(range(n))
     if n > 60:
-        assert images != list(range(n)) and images != [permuted(i, n, 5, 3) for i in places]
+        assert images != list(range(n)) and images != [permuted(i, n, 5, 3) for i in range(n)]
         moved = np.abs(np.array(images) - np.arange(n)).mean() / n
         assert 0.25 < moved < 0.42  # a third for a random permutation
 
@@ -185,12 +184,6 @@ def test_too_many_broken_samples_or_shards_end_the_run(tmp_path):
     missing = [str(tmp_path / f"no{i}.tar") for i in range(3)]
     with pytest.raises(UserError, match=r"10 of the 10 shards .*No such file"):
         open_lanes(missing, 1)[0].document()
-
-    def never(sample):
-        raise Dropped("bad")
-
-    with pytest.raises(UserError, match="10 of the 10 samples"):
-        open_lanes(write_shards(tmp_path / "few", [3]), 1, encode=never)[0].document()
 
 
 def test_files_of_no_sample_are_counted_once(tmp_path):

@@ -56,15 +56,6 @@ def test_the_grid_is_row_major(shipped_image):
     assert strength[8:16, 48:56].mean() > 10 * strength[48:56, 8:16].mean()
 
 
-def test_codes_do_not_depend_on_the_batch(shipped_image):
-    images = torch.rand(5, 3, 64, 64)
-    together = shipped_image.encode(images)
-    alone = torch.cat([shipped_image.encode(image[None]) for image in images])
-    # rounding differs between batch shapes and may change a code only if two codes are almost equally close
-    assert (together == alone).float().mean() > 0.99
-    assert torch.equal(together, shipped_image.encode(images))
-
-
 def test_held_out_images_come_back(shipped_image):
     images = Source(REPOSITORY / "data/emoji").images(64).val_BCHW.float() / 255
     codes = shipped_image.encode(images)
@@ -90,12 +81,8 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"image\.safetensors is missing"):
         ImageTokenizer.load(tmp_path)
     whole = small_tokenizer().to_bytes()
-    for content in (
-        b"",
-        b"not a tokenizer",
-        whole[: len(whole) // 2],
-        whole.replace(b'16, \\"code_dim', b'17, \\"code_dim'),
-    ):
+    other_size = whole.replace(b'16, \\"code_dim', b'17, \\"code_dim')
+    for content in (b"", b"not a tokenizer", whole[: len(whole) // 2], other_size):
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"image\.safetensors cannot be used .*--overwrite"):
             ImageTokenizer.load(tmp_path)

@@ -1,6 +1,5 @@
 """Train both tokenizers from a user's own shards with one command."""
 
-import io
 import json
 import re
 
@@ -13,7 +12,7 @@ from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.train import main
 from mmqk.store import cli_main
-from tests.data.tars import write_samples
+from tests.data.tars import encoded, write_samples
 
 WORDS = ["red", "blue", "green", "round", "square", "small", "heart", "star", "moon", "over", "under", "the", "water"]
 SIZES = [(30, 57), (200, 61), (96, 96), (300, 33), (64, 64)]
@@ -30,9 +29,8 @@ def shards(tmp_path_factory) -> str:
             rng = np.random.default_rng(10 * s + k)
             width, height = SIZES[k % 5]
             coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8))
-            file = io.BytesIO()
-            coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "jpeg")
-            content = file.getvalue()[: 200 if (s, k) == (1, 3) else None]
+            whole = encoded(coarse.resize((width, height), Image.Resampling.BICUBIC), "jpeg")
+            content = whole[: 200 if (s, k) == (1, 3) else None]
             caption = " ".join(rng.choice(WORDS, 12))
             meta = json.dumps({"caption": caption, "width": width, "status": "success"})
             samples.append((f"{s:05d}{k:04d}", {"jpg": content, "txt": caption.encode(), "json": meta.encode()}))

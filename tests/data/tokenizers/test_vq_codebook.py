@@ -31,18 +31,12 @@ def test_16x16_of_8192_is_trained_and_survives_the_file(tmp_path):
     codes = trained.encode(x)
     assert codes.shape == (3, 256) and codes.dtype == torch.int64
     assert codes.min() >= 0 and codes.max() < 8192 and codes.unique().numel() > 100
-    again = trained.decode(codes)
-    assert again.shape == x.shape and again.dtype == torch.float32
     assert trained.codebook_VD.shape == (8192, 16)
     assert trained.codebook_VD.unique(dim=0).shape[0] > 1024  # more than the vectors of the first batch
 
     (tmp_path / "image.safetensors").write_bytes(trained.to_bytes())
     loaded = ImageTokenizer.load(tmp_path)
     assert loaded.config == LARGE and loaded.to_bytes() == trained.to_bytes()
-    torch.testing.assert_close(loaded.decode(codes), again, rtol=1e-2, atol=1e-2)
     # In fp16 a vector halfway between two codes can get either code, but the vector of a code still gets that code.
     own = loaded.codebook_VD[codes[0]].T[None, :, None]
     assert torch.equal(loaded.codebook_VD[loaded.quantize(own)[0]], loaded.codebook_VD[codes[0]])
-    # The control: other codes give other images.
-    wrong = (codes + 4096) % 8192
-    assert (loaded.decode(wrong) - again).abs().max() > 1e-2
