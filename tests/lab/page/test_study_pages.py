@@ -41,22 +41,25 @@ def near(cell, numbers):
 
 def test_the_effects_of_an_entropy_gap_are_those_of_the_packs():
     check = script("norm_competition_check")
-    columns = [("norm_competition", "low"), ("norm_competition", "high"), ("norm_competition_large", "")]
+    columns = [("norm_competition", "-low", 1), ("norm_competition", "-high", 2), ("norm_competition_large", "", 3)]
+    new = [("final_norm", "-low", 1), ("final_norm", "-high", 2)]
     arms, names = {}, {f"final_norm/{modality}" for modality in ("text", "image")}
-    for pack in {pack for pack, _ in columns}:
+    for pack in {pack for pack, _, _ in columns + new}:
         arms[pack], _ = check.load(check.reader(EXAMPLES / f"{pack}.zip"), names, defaultdict(str))
-    for column, (pack, rate) in enumerate(columns, start=1):
-        pair = [arms[pack][f"{arm}-{rate}" if rate else arm].values() for arm in ("hi", "mid")]
+    for pack, rate, column in columns + new:
+        pair = [arms[pack][arm + rate].values() for arm in ("hi", "mid")]
+        kind = "confirmatory" if pack == "final_norm" else "exploratory"
         for modality in ("text", "image"):
             treated, control = ([run[f"final_norm/{modality}"] for run in of] for of in pair)
             test = check.stats.ttest_ind(treated, control, equal_var=False)
             effect = sum(treated) / len(treated) - sum(control) / len(control)
             expected = [math.exp(x) for x in (effect, *test.confidence_interval())]
-            cell = cells("norm_competition", f"output norm, {modality} |")[column]
+            cell = cells("norm_competition", f"output norm, {modality}, {kind} |")[column]
             assert near(cell, expected), (pack, rate, modality, expected)
             assert not near(cell, [1.1 * x for x in expected])
+    for pack, rate, column in columns:
         verdicts = {v["claim"]: v for v in json.loads((EXAMPLES / pack / "verdicts.json").read_text())}
-        gap = verdicts[f"gap-{rate}" if rate else "gap"]
+        gap = verdicts[f"gap{rate}"]
         expected = [math.exp(x) for x in (gap["effect"], *gap["interval"])]
         assert near(cells("norm_competition", "largest logit (confirmatory)")[column], expected)
 
