@@ -1,8 +1,8 @@
 """Does a model that shares no code with mmqk fail as in docs/late_divergence.md? Run from the root of the repository:
 
-    python docs/experiments/late_independent.py              trains, writes late_independent_plain.csv
-    python docs/experiments/late_independent.py --qk-norm    the same with QK-Norm, writes late_independent_qk.csv
-    python docs/experiments/late_independent.py --draw       draws both files into late_independent.png
+    python docs/experiments/late_independent.py --steps 9000               trains, writes late_independent_plain.csv
+    python docs/experiments/late_independent.py --steps 9000 --qk-norm     the same with QK-Norm
+    python docs/experiments/late_independent.py --draw                     draws both files into late_independent.png
 
 Shared with mmqk are only the batches of configs/failures/late_base.yaml: the training sequences of the seed in their
 order, the 128 held-out sequences, and their targets with the modality of each. Model, loss, training and evaluation are
