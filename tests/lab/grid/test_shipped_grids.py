@@ -113,4 +113,4 @@ def test_the_tournament_has_every_remedy_and_an_arm_without_one_for_each_backend
     raw["base"] = [str(ROOT / "configs/demo.yaml")]
     raw["arms"]["qk_clip"]["set"]["optim.qk_clip"] = 50.0
     (tmp_path / "t.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
-    assert missing_remedies(load_grid(tmp_path / "t.yaml")) == {"qk_clip"}
+    assert missing_remedies(load_grid(tmp_path / "t.yaml")) == {"mup", "qk_clip"}
