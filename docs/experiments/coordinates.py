@@ -3,6 +3,9 @@
     mmqk ablate coordinates --jobs 2
     python docs/experiments/coordinates.py reports/examples/coordinates.zip    prints, writes coordinates.csv and .png
 
+The pack has update_rms, update_ratio, log_z, out_logit_spread and the row norms of embedding and head besides what
+`mmqk pack --small` keeps (`write_pack(..., only=...)`).
+
 The slope is that of log(statistic) over log(width), widths 32 to 256, fitted for each seed; 0 means that the width does
 not change the statistic. The interval is Student's over the seeds. A statistic is averaged over layers and modalities
 (the largest logit: its maximum). Norms of vectors of d_model numbers are divided by sqrt(d_model).

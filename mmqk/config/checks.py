@@ -130,7 +130,7 @@ def check_loggers(names: list[str]) -> None:
 
 def check_steps(max_steps: int, saved: list[int], probed: list[int], start: int) -> None:
     """Raise ValueError if a fork starts after the end of the run, or a step of checkpoint.at or monitor.at is not in
-    the run. A fork has its parent's monitor.at, also the steps before it starts."""
+    the run. A fork inherits monitor.at, including steps before its own start."""
     refuse({
         f"trainer.max_steps is {max_steps}, but the fork starts at step {start}: raise it, and set"
         " optim.schedule_steps to keep the schedule.": start >= max_steps,

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from mmqk.model.ranges import shortened
+from mmqk.model.ranges import default_of, shortened
 from mmqk.store import UserError, read_utf8
 
 T = TypeVar("T")
@@ -40,8 +40,7 @@ def leaves(kind: type) -> dict[str, Leaf]:
         if dataclasses.is_dataclass(hints[f.name]):
             found |= {f"{f.name}.{name}": leaf for name, leaf in leaves(hints[f.name]).items()}
         else:
-            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            found[f.name] = Leaf(hints[f.name], default, " ".join(texts.get(f.name, "").split()))
+            found[f.name] = Leaf(hints[f.name], default_of(f), " ".join(texts.get(f.name, "").split()))
     return found
 
 

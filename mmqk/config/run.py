@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_iden
 from mmqk.model.checks import check_backend
 from mmqk.model.config import ModelConfig
 from mmqk.model.patch import allow_patch
-from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
+from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, default_of, number
 from mmqk.store import UserError, check_local, flatten, identity_hash, with_configs
 from mmqk.store.files import CONFIGS, SHIPPED
 
@@ -310,11 +310,6 @@ def _exists(folder: str, name: str) -> bool:
     if "{" in name:
         return os.path.exists(os.path.dirname(beside))
     return os.path.exists(beside) or any(glob.iglob(os.path.join(glob.escape(folder), name), recursive=True))
-
-
-def default_of(f: Field[Any]) -> Any:
-    """Return the default of a field of a dataclass."""
-    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 def _identity_of(given: Given, fork: ForkConfig | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mmqk.model.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_fields, number
+from mmqk.model.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_fields, number, to_defaults
 from mmqk.store.alarms import NAMES
 
 
@@ -85,8 +85,8 @@ class OptimConfig:
         msign_every: number of steps between two replacements of each W_q, W_k, W_v and W_o by its orthogonal factor,
             scaled to the norm of the matrix (MSign, arXiv 2602.01734, which uses 100); 0: never.
         width_scaling: mup scales initial values, learning rates and weight decay by d_model / `base_width` (µP, arXiv
-            2203.03466, Table 3), so that a learning rate tuned at `base_width` suits other widths. Let n_heads grow
-            with d_model (with a head_dim that grows, set `model.attn_scale` to inverse), and d_ff too.
+            2203.03466, Table 3), so that a learning rate tuned at `base_width` suits other widths. Scale n_heads and
+            d_ff in proportion to d_model; if head_dim grows instead of n_heads, set `model.attn_scale` to inverse.
         base_width: d_model at which `width_scaling` changes nothing.
     """
 
@@ -137,9 +137,9 @@ class OptimConfig:
                 f"optim.width_scaling mup is for Adam, but optim.matrices is {self.matrices}: remove one of them."
             )
         if self.width_scaling == "none":
-            object.__setattr__(self, "base_width", 64)  # unused
+            to_defaults(self, "base_width")
         if self.schedule == "constant":
-            object.__setattr__(self, "schedule_steps", None)  # a constant schedule has no length
+            to_defaults(self, "schedule_steps")  # a constant schedule has no length
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class MonitorConfig:
 
     Args:
         every_n_steps: optimizer steps between two probes; 0 switches probes off.
-        at: more steps to probe.
+        at: single steps to probe as well.
         probe_sequences: number of sequences in a probe.
         probe_split: sequences of a probe: current (the training batch) or heldout (the first validation sequences,
             which are the same in every run, so maxima of different runs can be compared).

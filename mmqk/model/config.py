@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmqk.model.ranges import BELOW_ONE, LARGEST, SMALLEST, check_fields, number
+from mmqk.model.ranges import BELOW_ONE, LARGEST, SMALLEST, check_fields, number, to_defaults
 
 from .checks import check_model
 
@@ -46,11 +46,11 @@ class QKNormConfig:
     def __post_init__(self) -> None:
         check_fields(self, "model.qk_norm")
         if self.kind == "none":
-            _to_defaults(self, "scope", "gain", "bias", "eps", "place", "normalize_v")
+            to_defaults(self, "scope", "gain", "bias", "eps", "place", "normalize_v")
         if self.kind != "l2":
-            _to_defaults(self, "scale_init", "scale_max")
+            to_defaults(self, "scale_init", "scale_max")
         elif self.gain == "none":
-            _to_defaults(self, "scale_max")
+            to_defaults(self, "scale_max")
         if self.bias and self.kind in ("rms", "l2"):
             raise ValueError(f"model.qk_norm.bias belongs to kind 'layer', but model.qk_norm.kind is '{self.kind}'.")
         if self.kind == "l2":
@@ -112,9 +112,9 @@ class RopeScalingConfig:
     def __post_init__(self) -> None:
         check_fields(self, "model.rope_scaling")
         if self.kind == "none":
-            _to_defaults(self, "factor")
+            to_defaults(self, "factor")
         if self.kind != "llama3":
-            _to_defaults(self, "low_freq_factor", "high_freq_factor", "original_length")
+            to_defaults(self, "low_freq_factor", "high_freq_factor", "original_length")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"model.rope_scaling.high_freq_factor {self.high_freq_factor} must be above"
@@ -254,13 +254,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_fields(self, "model")
         if not self.post_norm:
-            _to_defaults(self, "post_gain_init")
+            to_defaults(self, "post_gain_init")
         if self.weight_reparam == "none":
-            _to_defaults(self, "reparam_gamma")
+            to_defaults(self, "reparam_gamma")
         if not self.window:
-            _to_defaults(self, "global_every", "local_rope_theta")
+            to_defaults(self, "global_every", "local_rope_theta")
         if len(self.vocab_sizes) == 1:
-            _to_defaults(self, "per_modality", "separate_first", "separate_last")
+            to_defaults(self, "per_modality", "separate_first", "separate_last")
         check_model(self)
 
     @classmethod
@@ -316,10 +316,3 @@ class ModelConfig:
     def reach_of(self, layer: int) -> tuple[int, bool]:
         """Return `window_of` and `separates`. Layers with equal values share one attention mask."""
         return self.window_of(layer), self.separates(layer)
-
-
-def _to_defaults(config: object, *names: str) -> None:
-    for f in fields(config):  # type: ignore[arg-type]
-        if f.name in names:
-            default = f.default if f.default_factory is MISSING else f.default_factory()
-            object.__setattr__(config, f.name, default)

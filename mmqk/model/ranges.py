@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -50,6 +50,19 @@ class Range:
         whole = "whole " if isinstance(self.low, int) and isinstance(self.high, int) else ""
         low, high = (str(end) if isinstance(end, int) else f"{end:.12g}" for end in (self.low, self.high))
         return f"a {whole}number from {low} to {high}{', or 0' if self.zero else ''}"
+
+
+def default_of(f: Field[Any]) -> Any:
+    """Return the default of a field of a dataclass."""
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
+def to_defaults(config: Any, *names: str) -> None:
+    """Set fields of a frozen dataclass that have no effect to their defaults, so that they are not part of a run's
+    identity."""
+    for f in fields(config):
+        if f.name in names:
+            object.__setattr__(config, f.name, default_of(f))
 
 
 def number(default: Any, low: float, high: float, *, zero: bool = False) -> Any:

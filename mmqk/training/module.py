@@ -1,6 +1,7 @@
 """The LightningModule: the loss by modality, one training step, and the optimizer.
 
-Shapes are in the names: M modalities, R rows of sums."""
+Shapes are in the names: M modalities, R rows of sums.
+"""
 
 from __future__ import annotations
 

@@ -98,6 +98,18 @@ def test_an_observer_sees_every_site_and_changes_nothing():
     assert logits_BTV.abs().max() < 1.5 < seen["logits", -1].abs().max()
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(variant):
+    model, seen = build(**VARIANTS[variant]), {}
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_BTV = model(ids_of(2, 8), observer=lambda site, layer, x: seen.update({site: x.dtype}))
+    assert logits_BTV.dtype == torch.float32
+    assert {seen[site] for site in "qkv"} == {torch.bfloat16}
+    wide = {site for site, dtype in seen.items() if dtype == torch.float32}
+    assert wide == {"attn_in", "resid", "final", "logits"}
+    torch.testing.assert_close(logits_BTV, model(ids_of(2, 8)), rtol=0, atol=0.2)
+
+
 def test_only_the_own_copy_learns_from_a_row_of_one_modality():
     """The other copies have the gradient 0, not None, for which DDP would wait; AdamW decays them."""
     model = build(**VARIANTS["untied"])

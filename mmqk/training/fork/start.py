@@ -11,12 +11,13 @@ from torch import nn
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint
 from mmqk.config.fork import ForkConfig
-from mmqk.config.run import NEWER, SECTIONS, default_of
+from mmqk.config.run import NEWER, SECTIONS
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import parameter_generator
 from mmqk.model.patch import named_function
+from mmqk.model.ranges import default_of
 from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoints import checkpoint_name
 from mmqk.store.formatting import plain
