@@ -24,18 +24,15 @@ from benchmarks.others import needs
 from benchmarks.setups import toy
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
-from mmqk.data.coupling import DialConfig
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.dial import Dial
-from mmqk.data.loader import MicroBatches, PositionedLoader
-from mmqk.data.shards.archives import index_tar
+from mmqk.data.dial import Dial, DialConfig
+from mmqk.data.loader import MicroBatches, PositionedLoader, StreamBatches, StreamLoader
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import checked_shards
+from mmqk.data.shards.read import Sample, index_tar
 from mmqk.data.shards.samples import pair_of
-from mmqk.data.stream.loader import StreamBatches, StreamLoader
-from mmqk.data.stream.shards import Sample
-from mmqk.data.stream.source import Stream
-from mmqk.data.tokens.encode import Encoder, TokenizeJob
+from mmqk.data.stream import Stream
+from mmqk.data.tokens.tokenize import Encoder, TokenizeJob
 
 PLAIN = "plain WebDataset loop, images decoded"
 BATCHES, BATCH, SEQ_LEN = 100, 32, 128
@@ -236,7 +233,7 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
     return {
         PLAIN: webdataset,
         "shards by member offset, images decoded": by_offset,
-        "shards to token arrays (mmqk.data.tokenize, one worker)": tokenized,
+        "shards to token arrays (mmqk data tokenize, one worker)": tokenized,
         "token arrays, pairs and text": arrays(config),
         "token arrays, pairs and text, in this process through the run's loader": loaded(config, 0),
         "token arrays, pairs and text, two loader workers": loaded(config, 2),

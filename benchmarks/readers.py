@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mmqk.data.loader import StreamBatches, StreamLoader
 from mmqk.data.shards.images import load_image
+from mmqk.data.shards.manifest import stream_hash
+from mmqk.data.shards.read import Sample
 from mmqk.data.shards.samples import pair_of
-from mmqk.data.stream.lanes import Lane
-from mmqk.data.stream.loader import StreamBatches, StreamLoader
-from mmqk.data.stream.names import stream_hash
-from mmqk.data.stream.shards import Sample
-from mmqk.data.stream.source import Rows, Stream
+from mmqk.data.stream import Lane, Rows, Stream
 
 SIZE = 64  # of an image, in pixels
 BUFFER = 256  # samples of a shuffle buffer: what the windows of eight lanes of mmqk hold

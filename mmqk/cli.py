@@ -33,12 +33,12 @@ COMMANDS = {
     "bench": ("mmqk.bench:main", "runs/bench --rule mine:score", "score alarms on runs whose fault is known"),
     "remedies": ("mmqk.lab.remedies:main", "", "list every remedy, its field and its source"),
     "data tokenize": (
-        "mmqk.data.tokenize:main",
+        "mmqk.data.tokens.tokenize:main",
         "--shards 'path/{00..99}.tar' --out tokens/mine",
         "convert your shards to tokens",
     ),
     "data ids": (
-        "mmqk.data.ids:main",
+        "mmqk.data.tokens.ids:main",
         "--train 'ids/*.npy' --vocab-sizes text=65536,image=8192 --out tokens/mine",
         "convert token ids of other tokenizers",
     ),

@@ -84,7 +84,7 @@ def test_a_yaml_tag_is_not_executed(kind, tiny_args, tmp_path, capsys):
 
 
 def test_a_pickle_in_an_array_is_not_executed(tmp_path):
-    from mmqk.data.ids import load_ids
+    from mmqk.data.tokens.ids import load_ids
     from mmqk.store import UserError
 
     executed, file = tmp_path / "executed", tmp_path / "ids.npy"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmqk.data.sequences import SequenceBuilder
 from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.encode import open_source
 from mmqk.data.tokens.folder import layout_of
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import OneSentenceParser, UserError, find_file, read_run, run_main

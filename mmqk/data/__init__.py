@@ -1,17 +1,31 @@
-"""From shards to batches. Read the files in this order:
+"""From shards to batches. A run reads its documents from a token folder, from shards, or from the dial:
 
 ```
-shards/archives           tars of samples, by offset, and files of lines
-shards/samples, images    a sample: its texts and images, or the reason why it is dropped
-shards/manifest           which samples are in which split; the shipped shards
-tokenizers/files, image   texts and images to ids; train and vq train the tokenizers on the data of source
-tokens/encode             documents to ids, and shards to the parts of a token folder (`tokenize`)
-tokens/folder             the folder that stores them; `ids` makes one from arrays of ids
-tokens/cache              token folders of shards, made at the first run
-stream/                   instead of a token folder: shards that are read during training, divided into lanes
-coupling, dial            documents with known entropies, instead of a token folder
-mixture, order            which document is in which sequence: a function of (config, seed, index)
-sequences, batch          documents to sequences, and sequences to a TokenBatch
-datamodule                the batches of a run, by rank and worker; config: its fields
+shards ── tokenizers ── token folder ─┐
+shards ── tokenizers ── stream ───────┼── sequences ── loader ── TokenBatch
+dial ─────────────────────────────────┘      order
+```
+
+```
+config                     the fields of `data.*`, and the part of the run's identity that they give
+datamodule                 opens the sources of a run, and makes its order and validation set
+
+shards/names               which shards a pattern, a folder or a URL names
+shards/read                the samples of a shard: by offset, or front to back from any sample on
+shards/samples, images     a sample: its texts and images, or the reason why it is dropped
+shards/manifest            which samples are in which split; the shipped shards
+tokenizers/files, image    texts and images to ids, and the joint vocabulary
+tokenizers/train           `mmqk data tokenizers`; train_image: the autoencoder's training
+tokens/folder              the folder that stores documents as ids
+tokens/encode              documents to ids, and the token folders of small shards, made at the first run
+tokens/tokenize            `mmqk data tokenize`: shards to a token folder
+tokens/ids                 `mmqk data ids`: arrays of ids of other tokenizers to a token folder
+
+stream                     documents of shards that are read during training, in lanes
+dial, dial_coupling        the synthetic source: documents with known entropies
+
+mixture, order             which document is in which sequence: a function of (config, seed, index)
+sequences, batch           documents to sequences, and sequences to a TokenBatch
+loader                     the batches of a run, by rank and worker
 ```
 """

@@ -7,13 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from mmqk.data.coupling import DialConfig
-from mmqk.data.dial import Dial
+from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.mixture import Mixture
-from mmqk.data.shards.manifest import MANIFEST, SHARE
-from mmqk.data.stream.names import is_remote, stream_hash
+from mmqk.data.shards.manifest import MANIFEST, SHARE, stream_hash
+from mmqk.data.shards.names import is_remote
 from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokens.cache import source_hash
+from mmqk.data.tokens.encode import source_hash
 from mmqk.data.tokens.folder import Layout, is_token_folder, layout_of, read_header, tokens_hash
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import BELOW_ONE, MOST_STEPS, check_fields, number

@@ -13,14 +13,13 @@ import lightning as L
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig, layout
 from mmqk.data.dial import Dial
-from mmqk.data.loader import MicroBatches, PositionedLoader
+from mmqk.data.loader import MicroBatches, PositionedLoader, RowMaker, StreamBatches, StreamLoader
 from mmqk.data.order import TrainingOrder, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder, count_targets, describe, floors, unigram_loss
-from mmqk.data.stream.cache import ShardCache
-from mmqk.data.stream.loader import RowMaker, StreamBatches, StreamLoader
-from mmqk.data.stream.source import PAIRS, Rows, Stream
-from mmqk.data.tokens.cache import Captions, ShuffledPairs, open_source
-from mmqk.data.tokens.folder import open_tokens
+from mmqk.data.shards.read import ShardCache
+from mmqk.data.stream import PAIRS, Rows, Stream
+from mmqk.data.tokens.encode import open_source
+from mmqk.data.tokens.folder import Captions, ShuffledPairs, open_tokens
 from mmqk.model.patch import named_function
 from mmqk.store import UserError, identity_hash
 

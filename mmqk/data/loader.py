@@ -1,17 +1,35 @@
-"""The micro-batches of a run: its ordered training sequences, divided among ranks and loader workers."""
+"""The loaders of a run: its training sequences, divided among ranks and loader workers.
+
+`PositionedLoader` reads token arrays and the dial, where every sequence is known by its number. `StreamLoader` reads
+shards: loader workers make rows from lanes, and the process of the rank joins them to batches.
+
+```
+worker w: lanes of rows w, w + workers, ... ── rows, cursors, skips ──┐
+                                                                     ├── batch + cursors of consumed rows
+worker 0: lanes of rows 0, workers, ...     ── rows, cursors, skips ──┘
+```
+
+The cursors travel with the rows, so what a worker has read ahead is not part of a checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from mmqk.data.batch import TokenBatch
-from mmqk.data.order import TrainingOrder, sequence_numbers
+from mmqk.data.mixture import kind_of
+from mmqk.data.order import STREAMS, TrainingOrder, sequence_numbers
 from mmqk.data.sequences import Row
+from mmqk.data.shards.samples import ReasonCounts, printable
+from mmqk.data.stream import Account, Cursor, Lane, Rows
+from mmqk.distributed import gathered, summed
 from mmqk.store import UserError
 
 
@@ -123,3 +141,199 @@ class PositionedLoader:
                 )
         self.position, self.dataset.ahead = state["position"], state.get("ahead", 0)
         self.dataset.skip = state.get("skip", [])
+
+
+NAMED = 5  # skipped samples that are printed
+LISTED = 1000  # skipped samples whose names are kept
+Cursors = dict[tuple[str, int], Cursor]  # by kind and lane
+
+
+@dataclass
+class Part:
+    """Rows of one micro-batch from one worker, with the state after them.
+
+    Attributes:
+        rows: each row by its number in the batch of the step.
+        cursors: the lanes that were used.
+        skipped, unread, files: see `Account`.
+    """
+
+    rows: dict[int, Row] = field(default_factory=dict)
+    cursors: Cursors = field(default_factory=dict)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    unread: ReasonCounts = field(default_factory=ReasonCounts)
+    files: int = 0
+
+
+class StreamBatches:
+    """The micro-batches of one rank, made of the rows of lanes.
+
+    Attributes:
+        ahead: as in `MicroBatches`.
+    """
+
+    skip: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        order: TrainingOrder,
+        rows: Mapping[str, Rows],
+        seed: int,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        world: int,
+        steps: int,
+    ) -> None:
+        self.order, self.rows, self.seed, self.ahead = order, rows, seed, 0
+        self.batch_size, self.accumulate, self.steps = batch_size, accumulate, steps
+        self.rank, self.world, self.size = rank, world, batch_size // (accumulate * world)
+
+    def __len__(self) -> int:
+        return self.steps * self.accumulate
+
+    def places(self, micro: int) -> range:
+        """Return the rows of this rank in micro-batch ``micro`` of a step, by their number in the step."""
+        start = (micro * self.world + self.rank) * self.size
+        return range(start, start + self.size)
+
+    def lane(self, kind: str, number: int, account: Account, cursor: Cursor) -> Lane:
+        """Return the lane of row ``number`` of the batch."""
+        stream = self.rows[kind].stream
+        return stream.lane(account, number, self.batch_size, (self.seed, STREAMS[kind]), cursor)
+
+
+class _Parts(IterableDataset):
+    """The parts of one worker, from micro-batch ``start`` on."""
+
+    def __init__(self, batches: StreamBatches, start: int, cursors: Cursors) -> None:
+        self.batches, self.start, self.cursors = batches, start, cursors
+
+    def __iter__(self) -> Iterator[Part]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        maker = RowMaker(self.batches, self.cursors)
+        for i in range(self.start, len(self.batches)):
+            step, micro = divmod(i, self.batches.accumulate)
+            yield maker.part(step, self.batches.places(micro)[worker::workers])
+
+
+class RowMaker:
+    """Makes rows from lanes, which it opens when it needs them."""
+
+    def __init__(self, batches: StreamBatches, cursors: Cursors) -> None:
+        self.batches, self.cursors = batches, cursors
+        self.lanes: dict[tuple[str, int], Lane] = {}
+        self.accounts = {kind: Account(rows.stream.kind) for kind, rows in batches.rows.items()}
+
+    def part(self, step: int, places: range) -> Part:
+        """Return rows of a step, by their number in the batch.
+
+        Raises:
+            UserError: too many samples or shards cannot be used.
+        """
+        part, batches = Part(), self.batches
+        for place in places:
+            index = step * batches.batch_size + batches.ahead + place
+            slot = batches.order.mixture.draw(index).slot
+            kind = kind_of(slot)
+            if kind not in batches.rows:
+                part.rows[place] = batches.order.row(index)
+                continue
+            if (kind, place) not in self.lanes:
+                cursor = self.cursors.get((kind, place), Cursor())
+                self.lanes[kind, place] = batches.lane(kind, place, self.accounts[kind], cursor)
+            lane = self.lanes[kind, place]
+            part.rows[place] = batches.rows[kind].row(lane, slot)
+            part.cursors[kind, place] = lane.cursor
+        for account in self.accounts.values():
+            skipped, unread, files = account.take()
+            part.skipped += skipped
+            part.unread.take(unread)
+            part.files += files
+        return part
+
+
+class StreamLoader(PositionedLoader):
+    """A loader whose state is also the cursor of every lane, after the micro-batches that it has returned.
+
+    Args:
+        dataset: the micro-batches of this rank.
+        identity: hash of the shards and of what decides their order; a state of another one is refused.
+        workers: loader processes.
+        device: where batches go.
+        documents: as for `SequenceBuilder.batch`.
+
+    Attributes:
+        skipped: the reason for each skipped sample or shard, by its name; at most `LISTED` are kept.
+        counts: the number of them by reason, since the start of the run.
+        unread, files: files that belong to no document, and the number of all files, since the start of this process.
+    """
+
+    dataset: StreamBatches  # type: ignore[assignment]
+
+    def __init__(
+        self, dataset: StreamBatches, identity: str, workers: int, device: torch.device, documents: bool
+    ) -> None:
+        super().__init__(dataset, workers, device)  # type: ignore[arg-type]
+        self.identity, self.documents = identity, documents
+        self.cursors: Cursors = {}
+        self.skipped: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+        self.unread, self.files = ReasonCounts(), 0
+
+    def _batches(self) -> Iterator[TokenBatch]:
+        workers, accumulate = min(self.workers, self.dataset.size), self.dataset.accumulate
+        source = _Parts(self.dataset, self.position, dict(self.cursors))
+        parts = iter(DataLoader(source, batch_size=None, num_workers=workers, collate_fn=_unchanged))  # type: ignore[arg-type]
+        for _ in range(self.position, len(self.dataset), accumulate):
+            # The normalizer of the loss counts the targets of the whole step.
+            step = [[next(parts) for _ in range(max(1, workers))] for _ in range(accumulate)]
+            rows = [row for micro in step for part in micro for row in part.rows.values()]
+            targets = int(summed(torch.tensor(sum(row.targets for row in rows), device=self.device)))
+            for micro in step:
+                for part in micro:
+                    self._consume(part)
+                merged = {place: row for part in micro for place, row in part.rows.items()}
+                ordered = [merged[place] for place in sorted(merged)]
+                yield self.dataset.order.builder.batch(ordered, targets, self.documents)
+
+    def _consume(self, part: Part) -> None:
+        self.cursors |= part.cursors
+        self.unread.take(part.unread)
+        self.files += part.files
+        for name, reason in part.skipped:
+            self.counts[reason] = self.counts.get(reason, 0) + 1
+            if len(self.skipped) < LISTED:
+                self.skipped[name] = reason
+            if (n := sum(self.counts.values())) <= NAMED:
+                more = "; further ones are only counted" if n == NAMED else ""
+                print(f"{printable(name)} is skipped ({printable(reason)}){more}", file=sys.stderr, flush=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks, which all must call this function."""
+        kinds = list(self.dataset.rows)
+        table = np.array([[kinds.index(kind), lane, *cursor] for (kind, lane), cursor in sorted(self.cursors.items())])
+        own = {int(place) for micro in range(self.dataset.accumulate) for place in self.dataset.places(micro)}
+        table = table.reshape(-1, 2 + len(Cursor._fields)).astype(np.int64)
+        tables = np.concatenate(gathered(table[np.isin(table[:, 1], list(own))]))
+        cursors = torch.from_numpy(tables[np.lexsort((tables[:, 1], tables[:, 0]))])  # the same for any number of ranks
+        state = {"identity": self.identity, "kinds": kinds, "cursors": cursors}
+        return {**super().state_dict(), "streams": {**state, "skipped": self.skipped, "counts": self.counts}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        streams = state.get("streams", {})
+        if streams.get("identity") != self.identity:
+            raise UserError(
+                "The checkpoint was written with other shards or another seed, so its position in the shards has no"
+                " meaning: give the same ones, or train from token arrays (data.read tokens)."
+            )
+        self.skipped, self.counts = dict(streams["skipped"]), dict(streams["counts"])
+        self.cursors = {
+            (streams["kinds"][kind], lane): Cursor(*cursor) for kind, lane, *cursor in streams["cursors"].tolist()
+        }
+
+
+def _unchanged(part: Part) -> Part:
+    return part

@@ -21,7 +21,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
 from mmqk.data.order import sequence_numbers
-from mmqk.data.shards.archives import index_tar
+from mmqk.data.shards.read import index_tar
 from mmqk.data.tokens.folder import is_token_folder, read_header, read_keys
 from mmqk.inspection.page import FILTERS, SLOT_WORDS, TEMPLATES, sequence_views
 from mmqk.inspection.views import shard_of

@@ -18,7 +18,7 @@ from mmqk.config.fork import check_forkable
 from mmqk.config.parse import yaml_value
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
-from mmqk.data.ids import load_ids
+from mmqk.data.tokens.ids import load_ids
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.transformer import Block
 from mmqk.store import UserError, read_run

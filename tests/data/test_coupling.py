@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mmqk.data.coupling import UNITS, Coupling, Edge, coupling, unigram_entropy, zipf
+from mmqk.data.dial_coupling import UNITS, Coupling, Edge, coupling, unigram_entropy, zipf
 
 SHAPES = [((7, 0.8), (5, 1.3)), ((6, 0.0), (9, 0.5)), ((16, 1.0), (16, 1.0))]
 

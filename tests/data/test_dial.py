@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.data.coupling import DialConfig, forest
-from mmqk.data.dial import Dial
+from mmqk.data.dial import Dial, DialConfig, forest
 
 
 def three(*fields: tuple[float, float, float], **more) -> DialConfig:

@@ -18,7 +18,7 @@ from mmqk.data.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
 from mmqk.data.sequences import SequenceBuilder, pieces
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.encode import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, layout_of
 from mmqk.store import UserError, identity_hash
 

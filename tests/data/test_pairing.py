@@ -9,8 +9,7 @@ import pytest
 
 from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.tokens.cache import ShuffledPairs
-from mmqk.data.tokens.folder import Layout, TokenStore
+from mmqk.data.tokens.folder import Layout, ShuffledPairs, TokenStore
 
 LAYOUT = Layout({"text": 2000, "image": 50}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
 

@@ -24,12 +24,11 @@ import pytest
 import webdataset as wds
 from PIL import Image
 
-from mmqk.data import tokenize
 from mmqk.data.shards import samples as why
 from mmqk.data.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
 from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokens import encode
+from mmqk.data.tokens import encode, tokenize
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import UserError
 from tests.data.tars import encoded, write_tar
@@ -341,7 +340,7 @@ def test_slices_write_what_one_process_writes(run: Any, shards: Path) -> None:
 
 KILLED = """
 import multiprocessing, os, signal, sys
-from mmqk.data import tokenize
+from mmqk.data.tokens import encode, tokenize
 write, done = tokenize.write_json, 0
 def killed(path, value):
     global done
@@ -377,7 +376,7 @@ def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: P
 
 HELD = """
 import os, sys
-from mmqk.data import tokenize
+from mmqk.data.tokens import encode, tokenize
 from mmqk.store import cli_main
 run_shards, held = tokenize.run_shards, sys.argv.pop(1)
 def hold_back(*args):
@@ -472,7 +471,7 @@ def test_other_shards_of_the_same_name_are_not_those_of_a_finished_folder(run: A
 
 def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = documents(run(*pattern(shards), out="whole")[0])
-    monkeypatch.setattr(encode, "TOKENS_A_FILE", 200)
+    monkeypatch.setattr(tokenize, "TOKENS_A_FILE", 200)
     monkeypatch.setattr(encode, "IMAGES_A_BATCH", 2)
     folder, _ = run(*pattern(shards))
     assert alike(documents(folder), expected)
@@ -493,7 +492,7 @@ def test_a_full_disk_is_no_broken_shard(run: Any, shards: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(encode.TokenWriter, "add_part", full)
+        patched.setattr(tokenize.TokenWriter, "add_part", full)
         message = refused(run, *pattern(shards))
     assert "out cannot be written (No space left on device)" in message
     assert len(documents(run(*pattern(shards))[0])) == 36

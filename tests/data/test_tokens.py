@@ -10,9 +10,9 @@ import pytest
 
 from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.ids import main
 from mmqk.data.sequences import SequenceBuilder, pieces
 from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, open_tokens, tokens_hash
+from mmqk.data.tokens.ids import main
 from mmqk.store import UserError, cli_main
 
 LAYOUT = Layout({"text": 20, "image": 12}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
@@ -195,7 +195,7 @@ def test_held_out_documents_are_chosen_by_their_content(arrays):
     assert not train & val and len(train) + len(val) == 60 and 5 < len(val) < 35
 
 
-# Errors of `mmqk.data.ids`, and the files that it leaves --------------------------------------------------
+# Errors of `mmqk data ids`, and the files that it leaves --------------------------------------------------
 
 
 def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):

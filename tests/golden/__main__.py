@@ -25,7 +25,7 @@ import torch
 from mmqk.checkpoint import load_model
 from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.ids import main as write_ids
+from mmqk.data.tokens.ids import main as write_ids
 from mmqk.store import read_metrics
 from mmqk.train import main as train
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from mmqk.config import resolve
-from mmqk.data.tokenize import main as tokenize
 from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.data.tokens.folder import TokenStore
+from mmqk.data.tokens.tokenize import main as tokenize
 from mmqk.inspection import main
 from mmqk.inspection.step import Position, step_batch
 from mmqk.model import EarlyFusionTransformer

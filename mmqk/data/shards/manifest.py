@@ -4,6 +4,7 @@ other samples."""
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmqk.data.shards.archives import index_tar, read_lines
 from mmqk.data.shards.images import Dropped, load_image, open_image
+from mmqk.data.shards.names import base_name, is_remote, shard_names
+from mmqk.data.shards.read import index_tar, read_lines
 from mmqk.data.shards.samples import document_of, json_of, pair_of, printable, text_of
 from mmqk.store import DamagedFile, UserError, check_regular, hash_fraction, identity_hash, read_json, write_json
 
@@ -217,3 +219,39 @@ def fractions_of(
 def small_set_sentence(share: float) -> str:
     """Return the sentence to print if `default_share` gave more than `SHARE`."""
     return f"the set is small: a share of {share:.2g} is held out for validation instead of {SHARE:g}"
+
+
+def split_shards(pattern: str, val_fraction: float | None) -> tuple[list[str], list[str]]:
+    """Return the names of the training shards and of the held-out shards.
+
+    A manifest lists both. Of a pattern, a shard is held out if `hash_fraction` of its file name is below
+    ``val_fraction`` (by default 0.01); if none is, the one with the smallest fraction.
+    """
+    folder = Path(pattern)
+    if not is_remote(pattern) and (folder / MANIFEST).exists():
+        splits = load_manifest(folder).splits
+        train, val = ([str(folder / shard.file) for shard in splits.get(split, ())] for split in ("train", "val"))
+        if not train or not val:
+            raise UserError(f"{folder / MANIFEST} lists no shard of the splits train and val: write it again")
+        return train, val
+    names = shard_names(pattern)
+    if len(names) < 2:
+        raise UserError(
+            f"{pattern} names one shard, but training and validation need one each: split it into several tars, or"
+            " make a token folder with mmqk data tokenize"
+        )
+    fractions = [hash_fraction(base_name(name).encode()) for name in names]
+    share = max(val_fraction or SHARE, float(np.nextafter(min(fractions), 1)))
+    train = [name for name, fraction in zip(names, fractions, strict=True) if fraction >= share]
+    if not train:
+        raise UserError(f"data.val_fraction {val_fraction} holds out all {len(names)} shards: give a smaller one")
+    return train, [name for name, fraction in zip(names, fractions, strict=True) if fraction < share]
+
+
+def stream_hash(pattern: str) -> str:
+    """Return the identity of the shards (10 hex digits): the hash of the manifest, or of the names of the shards and
+    of the sizes of local ones. No shard is read."""
+    if not is_remote(pattern) and (Path(pattern) / MANIFEST).exists():
+        return manifest_hash(pattern)
+    sizes = [[base_name(name), None if is_remote(name) else os.stat(name).st_size] for name in shard_names(pattern)]
+    return identity_hash({"shards": sizes})

@@ -177,7 +177,7 @@ def document_of(
 
     Args:
         sample: content by field.
-        kind: "pair", "interleaved", "text" (see `mmqk.data.shards.archives.read_samples`), or "" for the first two.
+        kind: "pair", "interleaved", "text" (see `mmqk.data.shards.read.read_samples`), or "" for the first two.
         caption_field: as for `pair_of`.
 
     Raises:

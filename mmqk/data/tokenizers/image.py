@@ -1,6 +1,6 @@
 """Convert images to codes and back with a vector-quantized autoencoder (van den Oord et al., 1711.00937).
 
-`mmqk.data.tokenizers.vq` trains it.
+`mmqk.data.tokenizers.train_image` trains it.
 
 Shapes: B images, C channels, H height, W width, G grid side, N = G * G codes per image, V codes in the
 codebook, D code width.

@@ -1,35 +1,44 @@
-"""Encode documents of texts and images as ids, and shards as parts of a token folder.
+"""Encode documents of texts and images as ids, and open the documents of a source.
 
 ```
 text ── BPE ───────────────────────┐
 image ── batches ── codes ── <boi>, <eoi> ┴─ joint vocabulary ── <eos> ──> ids
 ```
 
-The token cache and pairs that are read during training use `DocumentEncoder`; `mmqk data tokenize` uses `run_shards`.
+`open_source` opens a token folder as it is, and a folder of shards with a manifest through the token cache: a token
+folder under ``.cache/tokens``, made once in one process. `mmqk data tokenize` is for sets that need several.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from itertools import islice
+import glob
+import hashlib
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from PIL import Image
 
-from mmqk.data.shards.archives import index_tar, read_samples
-from mmqk.data.shards.images import Dropped, Fit, load_image
-from mmqk.data.shards.manifest import sha256_file, split_of
-from mmqk.data.shards.samples import EMPTY_DOCUMENT, ReasonCounts, count_unread, document_of
-from mmqk.data.tokenizers.files import SPECIALS, TextTokenizer, tokenizers_hash
-from mmqk.data.tokens.folder import SPLITS, TokenWriter, layout_of
-from mmqk.store import UserError
+from mmqk.data.shards.images import Dropped
+from mmqk.data.shards.manifest import IMAGE_SIZE, MANIFEST, manifest_hash, read_pairs, read_text
+from mmqk.data.shards.samples import EMPTY_DOCUMENT
+from mmqk.data.tokenizers.files import SPECIALS, TextTokenizer, read_config, tokenizers_hash
+from mmqk.data.tokens.folder import (
+    SPLITS,
+    TokenStore,
+    TokenWriter,
+    is_token_folder,
+    layout_of,
+    open_tokens,
+    read_header,
+    tokens_hash,
+)
+from mmqk.store import UserError, new_folder
+from mmqk.store.files import writing
 
 IMAGES_A_BATCH = 64
 
@@ -115,177 +124,97 @@ class DocumentEncoder:
         self._waiting.clear()
 
 
-# Beyond this many tokens a part continues in another file, which bounds memory.
-TOKENS_A_FILE = 2**25
+FORMAT = 3
 
 
-@dataclass(frozen=True)
-class TokenizeJob:
-    """Settings that all shards share.
-
-    Attributes:
-        kind: pair, interleaved or text.
-        tokenizers: folder of the tokenizers.
-        out: the token folder.
-        val_fraction: share of the documents that go to val, by a hash of their content.
-        fit: how images fit into the square, see `load_image`.
-        max_pixels: largest number of pixels of an image; larger images are dropped.
-        caption_field: see `pair_of`.
-    """
-
-    kind: str
-    tokenizers: Path
-    out: Path
-    val_fraction: float
-    fit: Fit
-    max_pixels: int
-    caption_field: str | None
-
-
-def run_shards(
-    job: TokenizeJob, shards: Mapping[str, Path], workers: int
-) -> Generator[tuple[str, str, Any], None, None]:
-    """Tokenize shards in worker processes, or in this process if workers is 0, and yield the results of `Encoder`.
-
-    Closing the iterator ends the workers.
+def source_hash(folder: Path, kind: str) -> str:
+    """Return the hash (10 hex digits) of the samples of a source, which is a folder of shards or of tokens.
 
     Raises:
-        UserError: the tokenizers cannot be used, or a worker was killed.
+        UserError: the folder has neither shards with a manifest nor tokens.
     """
-    import torch
-    from torch.utils.data import DataLoader
-
-    left = dict(shards)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # results must not depend on the number of threads; a loader's workers have one each
-    options: dict[str, Any] = {"batch_size": None, "num_workers": workers, "in_order": False}
-    if workers:  # torch's threads do not exist in a forked process
-        options |= {"multiprocessing_context": "spawn", "prefetch_factor": 1, "worker_init_fn": _begin}
-    loader: DataLoader[Any] = DataLoader(Encoder(job, shards), **options)  # type: ignore[arg-type]
-    try:
-        for part, kind, content in loader:
-            del left[part]
-            yield part, kind, content
-    except UserError as error:  # the loader puts the traceback of a worker before the message
-        raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        paths = ", ".join(map(str, islice(left.values(), workers)))  # those that are not waiting
+    if is_token_folder(folder):
+        return tokens_hash(folder)
+    if not folder.exists() and not glob.has_magic(str(folder)) and "{" not in str(folder):
+        raise UserError(f"{folder} does not exist: check the path, or make a token folder there.")
+    if kind == "interleaved" or not (folder / MANIFEST).exists():
+        what = {"interleaved": "--interleaved --shards", "text": "--text"}.get(kind, "--shards")
+        online = "; or read tars as they are with --data.read shards" if kind == "pair" else ""
         raise UserError(
-            f"a worker was killed while tokenizing {paths}: if the machine ran out of memory, give fewer --workers"
-            " or a smaller --max-pixels; finished shards are kept, and the same command continues"
-        ) from None
-    finally:
-        torch.set_num_threads(threads)
+            f"{folder} is neither a token folder nor a folder of shards with a manifest: make a token folder with"
+            f" mmqk data tokenize {what} PATTERN --out FOLDER{online}."
+        )
+    return manifest_hash(folder)
 
 
-def _begin(_: int) -> None:
-    """Prepare a worker process."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def open_source(kind: str, folder: Path, tokenizers: Path, root: Path) -> dict[str, TokenStore]:
+    """Open the documents of a source by split, from a token folder or from the token cache of shards.
 
+    Shards that are not in the token cache are tokenized first.
 
-def _end_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-    os._exit(1)
+    Args:
+        kind: pair, text or interleaved.
+        folder: token folder, or shards with their manifest.
+        tokenizers: folder of the tokenizers.
+        root: folder of the cache.
 
-
-class Encoder:
-    """Tokenizes the shards of one job; a data set of torch, whose item n is (part, kind, content) of shard n.
-
-    ``shards`` maps the name of a part to the file that the part is made from. The kind is "done" with the record of
-    the shard, "broken" with a sentence if the shard cannot be read, or "unwritable" with a reason if its part cannot
-    be written.
-
-    Raises (at the first item):
-        UserError: the tokenizers are missing or damaged.
+    Raises:
+        UserError: shards, tokenizers or the cache folder cannot be read or written, or do not match.
     """
+    made_by = tokenizers_hash(tokenizers)
+    if is_token_folder(folder):
+        header = read_header(folder)
+        if header.kind != kind:
+            raise UserError(f"{folder} has documents of kind {header.kind}, not {kind}: give another folder.")
+        if header.tokenizers != made_by:
+            raise UserError(
+                f"The tokenizers of {folder} ({header.tokenizers or 'of another program'}) differ from those"
+                f" in {tokenizers} ({made_by}): set --data.tokenizers to the folder of the tokenizers that made"
+                f" {folder}, or tokenize the shards again."
+            )
+        return open_tokens(folder, root)
+    digest = hashlib.sha256(f"{FORMAT}/{kind}/{manifest_hash(folder)}/{made_by}".encode()).hexdigest()[:10]
+    made = root / digest
+    if not is_token_folder(made):
+        _make(kind, folder, tokenizers, made_by, made)
+    try:
+        return open_tokens(made, root)
+    except UserError as error:
+        raise UserError(
+            f"The token cache {made} does not match its shards and tokenizers: delete it, and it is made again"
+            f" ({error})"
+        ) from None
 
-    def __init__(self, job: TokenizeJob, shards: Mapping[str, Path]) -> None:
-        self.job, self.shards = job, list(shards.items())
 
-    def __len__(self) -> int:
-        return len(self.shards)
+def _make(kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path) -> None:
+    if kind == "pair" and (size := read_config(tokenizers).image_size) != IMAGE_SIZE:
+        raise UserError(
+            f"The tokenizers of {tokenizers} take images of {size} px, and data.pairs reads {folder} as images of"
+            f" {IMAGE_SIZE} px: make a token folder with mmqk data tokenize --shards '{folder / '*.tar'}'"
+            f" --tokenizers {tokenizers} --out FOLDER."
+        )
+    with ExitStack() as stack:
+        with writing(f"The token cache {made.parent}", "set --data.cache."):
+            made.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(f"{made}.lock"))
+        if is_token_folder(made):  # another process made it before this one got the lock
+            return
+        with new_folder(made) as folder_of_tokens:
+            writer = TokenWriter(folder_of_tokens, kind, layout_of(tokenizers), made_by)
+            encoder = DocumentEncoder(tokenizers, images=kind == "pair")
+            for split in SPLITS:
+                line = f"tokenizing the {split} shards of {folder} (once; kept in {made})"
+                print(line, file=sys.stderr, flush=True)
+                for places in _documents(kind, folder, split):
+                    encoder.add(places)
+                writer.add_part(split, "00000", encoder.take())
+            writer.finish(about={"from": str(folder)})
+            if made.exists():  # an incomplete cache from a process that was killed
+                shutil.rmtree(made)
 
-    @cached_property
-    def documents(self) -> DocumentEncoder:
-        """The tokenizers; each process loads its own."""
-        return DocumentEncoder(self.job.tokenizers, images=self.job.kind != "text")
 
-    @cached_property
-    def writer(self) -> TokenWriter:
-        """The writer of the token folder."""
-        job = self.job
-        return TokenWriter(job.out, job.kind, self.documents.layout, tokenizers_hash(job.tokenizers))
-
-    def __getitem__(self, n: int) -> tuple[str, str, Any]:
-        self.writer  # noqa: B018 - tokenizers that cannot be loaded are no broken shard
-        part, path = self.shards[n]
-        try:
-            return part, "done", self.shard(part, path)
-        except UserError as error:
-            return part, "broken", str(error)
-        except OSError as error:
-            return part, "unwritable", error.strerror or str(error)
-
-    def shard(self, part: str, path: Path) -> dict[str, Any]:
-        """Write the part of one shard.
-
-        Returns:
-            The record of the shard: its file name, size and sha256; the numbers of samples, of documents by split and
-            of dropped samples by reason; names of some dropped samples; and counts of the files that no document
-            uses. The record of an archive also has the number of its files.
-
-        Raises:
-            UserError: the shard cannot be read to its end. OSError: the part cannot be written.
-        """
-        job, index = self.job, None if self.job.kind == "text" else index_tar(path)
-        dropped, kept = ReasonCounts(), list[tuple[str, str]]()
-        unread = ReasonCounts() if index is None else index.unread
-        counts, samples, files = dict.fromkeys(SPLITS, 0), 0, 0
-        self.documents.clear()  # drop documents of an earlier shard that was not read to its end
-        for key, sample in read_samples(path, job.kind) if index is None else index:
-            samples += 1
-            try:
-                identity, places = document_of(sample, job.kind, job.caption_field)
-                self.documents.add([self._loaded(place) for place in places])
-                kept.append((split_of(identity, job.val_fraction), key))
-                counts[kept[-1][0]] += 1
-            except Dropped as fault:
-                dropped.add(fault.reason, key)
-            if index is not None:
-                count_unread(unread, job.kind, key, sample)
-            if self.documents.tokens >= TOKENS_A_FILE:
-                self._write(part, files, kept)
-                files += 1
-        self._write(part, files, kept)
-        return {
-            "file": path.name,
-            "size": path.stat().st_size,
-            "sha256": sha256_file(path),
-            "samples": samples,
-            "documents": counts,
-            "dropped": dict(sorted(dropped.counts.items())),
-            "examples": dropped.examples,
-            **({} if index is None else {"files": index.files}),
-            "unread": asdict(unread),
-        }
-
-    def _write(self, part: str, files: int, kept: list[tuple[str, str]]) -> None:
-        """Write the pending documents of a part that has ``files`` files already; ``kept`` has the split and the key
-        of each."""
-        # "_" sorts after ".", so the files are read in the order in which they were written.
-        name = f"{part}_{files:06d}" if files else part
-        documents = self.documents.take()
-        for split in SPLITS:
-            if of_split := [(ids, key) for ids, (of, key) in zip(documents, kept, strict=True) if of == split]:
-                self.writer.add_part(split, name, [ids for ids, _ in of_split], [key for _, key in of_split])
-        kept.clear()
-
-    def _loaded(self, place: bytes | str) -> str | Image.Image:
-        """Return a text unchanged, or an image decoded."""
-        if isinstance(place, str):
-            return place
-        return load_image(place, self.documents.image_size, self.job.fit, self.job.max_pixels)
+def _documents(kind: str, folder: Path, split: str) -> Iterator[list[str | Image.Image]]:
+    """Yield the texts and images of each document of shards."""
+    if kind == "pair":
+        return ([pair.image, pair.caption] for pair in read_pairs(folder, split))
+    return ([text] for text in read_text(folder, split))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import webdataset as wds
 
-from mmqk.data.shards.archives import expand, index_tar
+from mmqk.data.shards.names import expand
+from mmqk.data.shards.read import index_tar
 from mmqk.store import UserError
 from tests.data.tars import write_tar
 

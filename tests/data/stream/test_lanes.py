@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmqk.data import stream
 from mmqk.data.mixture import permuted
 from mmqk.data.shards.images import Dropped
-from mmqk.data.stream import lanes as lanes_module
-from mmqk.data.stream.lanes import Account, Cursor, Lane
-from mmqk.data.stream.names import split_shards, stream_hash
-from mmqk.data.stream.shards import samples_of
+from mmqk.data.shards.manifest import split_shards, stream_hash
+from mmqk.data.shards.read import samples_of
+from mmqk.data.stream import Account, Cursor, Lane
 from mmqk.store import UserError
 from tests.data.tars import write_samples, write_tar
 
@@ -125,7 +125,7 @@ def test_the_window_shuffles_inside_a_shard(tmp_path):
     keys = epoch_of(open_lanes(shards, 1)[0], 0)
     ascending = sum(a < b for a, b in pairwise(keys))
     assert 60 < ascending < 140
-    assert all(abs(key - place) < lanes_module.WINDOW for place, key in enumerate(keys))
+    assert all(abs(key - place) < stream.WINDOW for place, key in enumerate(keys))
 
 
 def test_a_sample_that_cannot_be_used_is_skipped_also_by_a_resume(tmp_path):
@@ -166,7 +166,7 @@ def test_a_broken_shard_is_skipped_and_named(tmp_path, damage):
     assert set(counts.values()) == {1} and {k for k in range(400) if k // 100 != 2} <= set(keys)
     got = sum(k // 100 == 2 for k in keys)
     # Whole windows before the damage are used.
-    assert got % lanes_module.WINDOW == 0 and (got > 0) == (damage in ("cut", "garbage"))
+    assert got % stream.WINDOW == 0 and (got > 0) == (damage in ("cut", "garbage"))
     (event,) = {event for lane in opened for event in lane.account.take()[0]}
     assert broken.name in event[0] and event[1]
 

@@ -110,7 +110,7 @@ def test_what_workers_read_ahead_is_not_in_the_state(tiny_data, pattern, whole):
 
 
 def test_ranks_take_over_from_each_other(tiny_data, pattern, whole, monkeypatch):
-    from mmqk.data.stream import loader as module
+    from mmqk.data import loader as module
 
     def ranks(state, n, world):
         """Return whole batches from ``world`` ranks in turn, and their merged state."""
@@ -161,7 +161,7 @@ def test_an_epoch_has_every_pair_once_and_a_resume_at_its_end_is_exact(tiny_data
 
 def at_end(loader, lane, cursor):
     """Return whether a cursor stands behind the last sample of an epoch."""
-    from mmqk.data.stream.lanes import Account
+    from mmqk.data.stream import Account
 
     opened = loader.dataset.lane("pair", lane, Account(), cursor)
     opened.document()

@@ -10,10 +10,10 @@ from itertools import chain
 
 import pytest
 
-from mmqk.data.stream import names, shards
-from mmqk.data.stream.cache import ShardCache
-from mmqk.data.stream.names import shard_names, split_shards
-from mmqk.data.stream.shards import ShardError, samples_of
+from mmqk.data.shards import names, read
+from mmqk.data.shards.manifest import split_shards
+from mmqk.data.shards.names import shard_names
+from mmqk.data.shards.read import ShardCache, ShardError, samples_of
 from mmqk.store import UserError
 from tests.data.stream.test_lanes import epoch_of, open_lanes, write_shards
 
@@ -72,7 +72,7 @@ class Hostile(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(names, "TIMEOUT", 0.3)
-    monkeypatch.setattr(shards, "PAUSE", 0.001)
+    monkeypatch.setattr(read, "PAUSE", 0.001)
     http = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
     http.daemon_threads = True
     http.folder, http.faults, http.seen, http.free = tmp_path, {}, [], threading.Event()
@@ -143,7 +143,7 @@ def test_start_reads_no_shard_and_a_resume_reads_the_open_window(server, tmp_pat
         lane.advance()
     cursor = lane.cursor
     size = (tmp_path / "00000.tar").stat().st_size
-    assert cursor.byte > size // 2 > shards.BUFFER // 4
+    assert cursor.byte > size // 2 > read.BUFFER // 4
     server.seen.clear()
     (again,) = open_lanes(urls, 1, [cursor])
     assert again.document() == lane.document()

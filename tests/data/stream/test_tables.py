@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from mmqk.data.shards.read import ShardError, samples_of
 from mmqk.data.shards.samples import text_of
-from mmqk.data.stream.shards import ShardError, samples_of
 
 pa = pytest.importorskip("pyarrow")
 TEXTS = [f"text {n} \N{SNOWMAN}\n" for n in range(2500)]

@@ -10,7 +10,7 @@ from scipy import stats
 
 from data.build.caption_gain import caption_gain, summary
 from mmqk.data.sequences import SequenceBuilder
-from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.encode import open_source
 from mmqk.data.tokens.folder import layout_of
 from mmqk.model import ModelConfig
 

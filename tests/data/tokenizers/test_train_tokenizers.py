@@ -3,8 +3,7 @@ import torch
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig, TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import Source
-from mmqk.data.tokenizers.train import main
+from mmqk.data.tokenizers.train import Source, main
 from mmqk.store import cli_main
 
 SMALL = ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1)
@@ -17,7 +16,7 @@ def arguments(data, out, *more: str) -> list[str]:
 
 def trained(data, seed: int = 0, steps: int = 2, **flags):
     pytest.importorskip("vector_quantize_pytorch")
-    from mmqk.data.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
+    from mmqk.data.tokenizers.train_image import VQTrainingConfig, train_image_tokenizer
 
     images = Source(data / "pairs").images(64)
     flags = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "val_check_interval": 1, **flags}

@@ -9,7 +9,7 @@ from mmqk.data.tokenizers.image import ImageTokenizer
 pytest.importorskip("vector_quantize_pytorch")
 pytest.importorskip("lightning")
 
-from mmqk.data.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
+from mmqk.data.tokenizers.train_image import VQTrainingConfig, train_image_tokenizer
 
 FLAGS = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
 LARGE = ImageTokenizerConfig(grid=16, codes=8192, code_dim=16, decoder_width=8, decoder_depth=1)

@@ -1,18 +1,18 @@
-"""The names of the shards of a source, its identity, and the file systems that have them. No shard is read here."""
+"""Which shards a pattern or a URL names, and the file systems that have them. No shard is read here."""
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from braceexpand import braceexpand
 
-from mmqk.data.shards.archives import expand
-from mmqk.data.shards.manifest import MANIFEST, SHARE, load_manifest, manifest_hash
-from mmqk.store import UserError, hash_fraction, identity_hash
+from mmqk.store import UserError, check_local, check_regular
 
 TIMEOUT = 30  # seconds without a byte
 REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
@@ -83,42 +83,6 @@ def filesystem(url: str) -> Any:
         raise UserError(f"{url} cannot be read ({error}): give a local path, s3://, https:// or hf://") from None
 
 
-def split_shards(pattern: str, val_fraction: float | None) -> tuple[list[str], list[str]]:
-    """Return the names of the training shards and of the held-out shards.
-
-    A manifest lists both. Of a pattern, a shard is held out if `hash_fraction` of its file name is below
-    ``val_fraction`` (by default 0.01); if none is, the one with the smallest fraction.
-    """
-    folder = Path(pattern)
-    if not is_remote(pattern) and (folder / MANIFEST).exists():
-        splits = load_manifest(folder).splits
-        train, val = ([str(folder / shard.file) for shard in splits.get(split, ())] for split in ("train", "val"))
-        if not train or not val:
-            raise UserError(f"{folder / MANIFEST} lists no shard of the splits train and val: write it again")
-        return train, val
-    names = shard_names(pattern)
-    if len(names) < 2:
-        raise UserError(
-            f"{pattern} names one shard, but training and validation need one each: split it into several tars, or"
-            " make a token folder with mmqk data tokenize"
-        )
-    fractions = [hash_fraction(base_name(name).encode()) for name in names]
-    share = max(val_fraction or SHARE, float(np.nextafter(min(fractions), 1)))
-    train = [name for name, fraction in zip(names, fractions, strict=True) if fraction >= share]
-    if not train:
-        raise UserError(f"data.val_fraction {val_fraction} holds out all {len(names)} shards: give a smaller one")
-    return train, [name for name, fraction in zip(names, fractions, strict=True) if fraction < share]
-
-
-def stream_hash(pattern: str) -> str:
-    """Return the identity of the shards (10 hex digits): the hash of the manifest, or of the names of the shards and
-    of the sizes of local ones. No shard is read."""
-    if not is_remote(pattern) and (Path(pattern) / MANIFEST).exists():
-        return manifest_hash(pattern)
-    sizes = [[base_name(name), None if is_remote(name) else os.stat(name).st_size] for name in shard_names(pattern)]
-    return identity_hash({"shards": sizes})
-
-
 def base_name(name: str) -> str:
     """Return the file name of a shard."""
     return name.partition("?")[0].rpartition("/")[2] if is_remote(name) else os.path.basename(name)
@@ -128,3 +92,47 @@ def reason_of(error: BaseException) -> str:
     """Return an error of an engine in a few words."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
     return re.sub(r"^shard \S+ ", "it ", text).partition(": copy or download")[0][:200]
+
+
+def expand(patterns: Sequence[str]) -> list[Path]:
+    """Return the files that patterns name, in order.
+
+    A pattern can have brace ranges (``a{000..012}b``), lists (``{a,b}``) and globs.
+
+    Raises:
+        UserError: a pattern names no file, a missing file, a folder, a pipe or a URL, or a file is named twice.
+    """
+    files: dict[str, Path] = {}
+    real_folder = cache(os.path.realpath)  # a folder can have 100,000 shards
+    for pattern in patterns:
+        for path in _files_of(pattern):
+            check_regular(path)
+            folder, name = os.path.split(path)
+            real = os.path.realpath(path) if os.path.islink(path) else os.path.join(real_folder(folder), name)
+            if files.setdefault(real, path) is not path:
+                raise UserError(f"{path} is named twice: name each file once")
+    if not files:
+        raise UserError("no files are named: give at least one path, such as 'shards/{00000..00099}.tar'")
+    return list(files.values())
+
+
+def _files_of(pattern: str) -> Iterator[Path]:
+    check_local(pattern)
+    whole = os.path.expanduser(pattern)
+    try:
+        names = [whole] if os.path.exists(whole) else list(braceexpand(whole, escape=False))
+    except ValueError:  # unbalanced braces
+        names = [whole]
+    for name in names:
+        if os.path.exists(os.path.join(name, "tokens.json")):
+            raise UserError(f"{name} is a token folder, not a shard: name shards, or read it with data.read tokens")
+        if os.path.isdir(name):
+            raise UserError(f"{name} is a folder: name its files, such as {os.path.join(name, '*.tar')!r}")
+        if os.path.exists(name):
+            yield Path(name)
+        elif matches := sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []:
+            yield from map(Path, matches)
+        elif name == whole:
+            raise UserError(f"{pattern} names no file: check the path")
+        else:
+            raise UserError(f"{pattern} names {name}, which does not exist: check the path and the range")

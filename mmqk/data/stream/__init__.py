@@ -1,1 +1,0 @@
-"""Documents that a run reads from shards while it trains, in an order that any resume continues exactly."""
