@@ -13,7 +13,7 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	monitors/test_mechanism.py store/test_store_identity.py store/test_store_tags.py store/test_store_metrics.py \
 	store/test_store_alarms.py data/shards/test_tars.py data/shards/test_images.py data/test_packing.py data/test_coupling.py \
 	data/tokenizers/test_text.py \
-	lab/grid/test_language.py lab/test_exact.py \
+	lab/grid/test_language.py lab/test_counts.py \
 	lab/metrics/test_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
 .PHONY: cluster-test help setup demo claims late late-rehearsal late-rescue check test test-training test-slow soak soak-quick wheel-test golden pages test-oldest test-oldest-torch tensorboard clean

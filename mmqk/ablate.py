@@ -150,7 +150,7 @@ def _session(options: argparse.Namespace, threads: int) -> Session:
 def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -> Grid:
     grid = load_grids(options.config, added)
     if metrics := {arm.lr.metric for arm in grid.arms if arm.lr}:
-        from mmqk.lab.verdicts.measure import selection_metric  # slow to import
+        from mmqk.lab.verdicts.learning_rates import selection_metric  # slow to import
 
         for metric in metrics:
             selection_metric(metric)
@@ -161,7 +161,7 @@ def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -
 
 def _check_claims(session: Session) -> list[str]:
     """Refuse claims that the analysis would refuse or could not decide; return warnings about few seeds."""
-    from mmqk.lab.grid.check import check_decidable, few_seeds
+    from mmqk.lab.grid.testable import check_decidable, few_seeds
     from mmqk.lab.verdicts.study import study_of
 
     grid = session.grid

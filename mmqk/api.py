@@ -11,7 +11,7 @@ import pandas as pd
 from mmqk.lab.metrics import METRICS
 from mmqk.lab.metrics.outcomes import final_loss
 from mmqk.lab.runs import EMPTY, Run
-from mmqk.lab.verdicts import judge
+from mmqk.lab.verdicts.judge import judge
 from mmqk.lab.verdicts.study import Study, load_study
 
 _OF_SERIES = {

@@ -45,7 +45,7 @@ def tiny_args(tiny_data: Path) -> list[str]:
 
 
 def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mmqk.lab.page.figure.Drawing.png", lambda drawing: b"")
+    patch.setattr("mmqk.lab.page.drawing.Drawing.png", lambda drawing: b"")
 
 
 @pytest.fixture

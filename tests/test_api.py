@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import mmqk
-from mmqk.lab.verdicts import judge
+from mmqk.lab.verdicts.judge import judge
 from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import write_demo
 

@@ -141,12 +141,12 @@ RULES = {
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
     "analysis": Rule(
-        ("mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.effects", "mmqk.lab.exact",
-         "mmqk.lab.verdicts", "mmqk.lab.formatting", "mmqk.lab.remedies"),
+        ("mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.effects", "mmqk.lab.counts",
+         "mmqk.lab.verdicts.judge", "mmqk.lab.formatting", "mmqk.lab.remedies"),
         never=("torch", "lightning", "matplotlib"),
     ),
     "report": Rule(
-        ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.verdicts", "mmqk.lab.page", "mmqk.report"),
+        ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.verdicts.judge", "mmqk.lab.page", "mmqk.report"),
         never=("torch", "lightning"), then=REPORT,
     ),
 }  # fmt: skip

@@ -18,10 +18,11 @@ from unittest import mock
 
 import numpy as np
 
-from mmqk.lab.exact import clopper_pearson
+from mmqk.lab.counts import clopper_pearson
 from mmqk.lab.runs import Columns, Run
-from mmqk.lab.verdicts import Verdict, judge
-from mmqk.lab.verdicts.measure import choose
+from mmqk.lab.verdicts.assess import Verdict
+from mmqk.lab.verdicts.judge import judge
+from mmqk.lab.verdicts.learning_rates import choose
 from mmqk.lab.verdicts.study import study_of
 from mmqk.store import Status
 

@@ -22,7 +22,7 @@ from mmqk.diagnose.logs import Log, read_log
 from mmqk.diagnose.names import mapping_of
 from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
 from mmqk.lab.formatting import number, render, short, source
-from mmqk.lab.page.figure import PALETTE, RC
+from mmqk.lab.page.drawing import PALETTE, RC
 from mmqk.store import UserError, differing_fields, parsed_tag
 from mmqk.store.formatting import plural, text_table
 

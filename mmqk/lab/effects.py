@@ -215,6 +215,24 @@ def _skewness(error: float, *samples: np.ndarray) -> float:
     return third / n**2 / error**3
 
 
+MOST_FLIPPED = 16
+
+
+def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return the two-sided p-value of the exact sign-flip test that paired differences are symmetric about 0.
+
+    This is the share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN for one
+    difference, and for more than `MOST_FLIPPED`.
+    """
+    if not 1 < len(differences) <= MOST_FLIPPED:
+        return math.nan
+    test = stats.permutation_test(
+        (np.asarray(differences, dtype=float),), np.sum, permutation_type="samples", n_resamples=2**MOST_FLIPPED,
+        vectorized=True,
+    )  # fmt: skip
+    return float(test.pvalue)
+
+
 FEWEST_OF_EACH = 10
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.verdicts import judge
+from mmqk.lab.verdicts.judge import judge
 from mmqk.lab.verdicts.study import load_study
 from mmqk.store.pack import unpacked
 

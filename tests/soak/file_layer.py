@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk import ablate, report
-from mmqk.lab.page.figure import Drawing
+from mmqk.lab.page.drawing import Drawing
 from mmqk.store import cli_main, read_status
 from mmqk.train import main as train_main
 from tests.faulty_disk import Disk

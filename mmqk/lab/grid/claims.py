@@ -19,6 +19,8 @@ from mmqk.store import UserError, identity_hash
 # Checks of every verdict: the key that turns the check off under ``unchecked``, and the name of the check on the
 # page.
 CHECKS = {"learned": "modalities learned", "declared": "arms differ only as declared", "seeds": "enough seeds"}
+# The confirmatory claims of a family share this level.
+FAMILY_LEVEL = 0.05
 # Fields that name another claim, whose verdict must be computed first.
 LEANS = ("positive_control", "manipulation_check")
 # Old names of fields. The hash of the claims uses them, so that the hash does not change.

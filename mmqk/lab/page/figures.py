@@ -14,14 +14,13 @@ from functools import reduce
 
 import numpy as np
 
-from mmqk.lab.exact import kaplan_meier
 from mmqk.lab.formatting import capital, slug
 from mmqk.lab.metrics import METRICS, Metric, find_metric
-from mmqk.lab.page.figure import FEW_ARMS, GRAY, Figure, Line, Panel, arm_colors, families, ramp
-from mmqk.lab.page.verdicts import claim_values
+from mmqk.lab.page.claims import claim_values
+from mmqk.lab.page.drawing import FEW_ARMS, GRAY, Figure, Line, Panel, arm_colors, families, ramp
 from mmqk.lab.runs import EMPTY, Run, Series
 from mmqk.lab.verdicts.assess import Verdict
-from mmqk.lab.verdicts.measure import TIME, middle, times_to_failure
+from mmqk.lab.verdicts.measure import TIME, kaplan_meier, middle, times_to_failure
 from mmqk.lab.verdicts.study import Study
 
 # A line has at most POINTS points. The lines of a figure have at most ALL_POINTS points together, but each of them at

@@ -16,12 +16,12 @@ import pandas as pd
 from mmqk.lab.effects import Effect, Spread, paired_effect, pooled_spread
 from mmqk.lab.formatting import DASH, decimals, exp, fixed, nats, number, slug
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS
-from mmqk.lab.page.figure import GRAY, PALETTE, Figure, Line, Panel
+from mmqk.lab.page.drawing import GRAY, PALETTE, Figure, Line, Panel
 from mmqk.lab.page.figures import figure_of
 from mmqk.lab.page.sweeps import markers
 from mmqk.lab.page.tables import Cell, Table, table
 from mmqk.lab.runs import Run
-from mmqk.lab.verdicts.measure import chosen, metric_of, value_of
+from mmqk.lab.verdicts.learning_rates import chosen, metric_of, value_of
 from mmqk.lab.verdicts.study import Study, StudyArm
 
 # An arm trains at a learning rate if all its runs at this learning rate end at most this many nats above the best

@@ -338,8 +338,8 @@ class _Planner:
 
 
 def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, Any]:
-    """Return the best learning rate by the rule of `mmqk.lab.verdicts.measure`, and the mean of the metric over seeds
-    at each learning rate tried, null if it is not finite. If every run diverged, the smallest learning rate is best.
+    """Return the best learning rate (`mmqk.lab.verdicts.learning_rates`), and the mean of the metric over seeds at
+    each learning rate tried, null if it is not finite. If every run diverged, the smallest learning rate is best.
 
     Args:
         tried: the learning rate of each finished run, by run folder.
@@ -348,7 +348,7 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, Any]
         UserError: the metric is unknown, or no run has a finite value.
     """
     from mmqk.lab.runs import read_runs
-    from mmqk.lab.verdicts.measure import choose as best_of
+    from mmqk.lab.verdicts.learning_rates import choose as best_of
 
     runs = [
         replace(run, point={LR: lr})

@@ -1,6 +1,6 @@
 """Assess one claim from its runs alone.
 
-The module `verdicts` then corrects for the family of the claim and makes the checks that need other claims."""
+The module `judge` then corrects for the family of the claim and makes the checks that need other claims."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from mmqk.lab.effects import Effect, Spread, auroc, paired_effect, pooled_spread
-from mmqk.lab.exact import Adjusted, AnyEffect, Counts, sign_flip
+from mmqk.lab.counts import AnyEffect, Counts
+from mmqk.lab.effects import Effect, Spread, auroc, paired_effect, pooled_spread, sign_flip
 from mmqk.lab.formatting import capital, listed, plural
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import Metric, find_metric, metric_value
@@ -33,8 +33,25 @@ Judgment = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 
 
 @dataclass(frozen=True)
+class Adjusted:
+    """The corrected level and p-value of a claim.
+
+    Attributes:
+        method: "Holm" or "Benjamini-Hochberg".
+        claims: number of claims that share the level.
+        alpha: two-sided level of the interval that decides this claim.
+        p: adjusted p-value; the claim is decided if it is at most 0.05 (Holm) or 0.10 (Benjamini-Hochberg).
+    """
+
+    method: str
+    claims: int
+    alpha: float
+    p: float
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """The verdict of one claim. `assess` sets the fields up to ``bounds``, `mmqk.lab.verdicts.judge` the
+    """The verdict of one claim. `assess` sets the fields up to ``bounds``, `mmqk.lab.verdicts.judge.judge` the
     others.
 
     Attributes:

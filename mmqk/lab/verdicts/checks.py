@@ -11,13 +11,13 @@ import numpy as np
 
 from mmqk.config.training import AlarmConfig
 from mmqk.lab.formatting import listed, number, plural
-from mmqk.lab.grid.check import FEWEST_SEEDS
 from mmqk.lab.grid.claims import CHECKS, Claim
+from mmqk.lab.grid.testable import FEWEST_SEEDS
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, metric_value
 from mmqk.lab.metrics.families import RATE, learning_rate
 from mmqk.lab.metrics.outcomes import is_trained, learned
 from mmqk.lab.runs import Run, once_per_run
-from mmqk.lab.verdicts.measure import BestRate, chosen, distinguishable, metric_of, value_of
+from mmqk.lab.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.lab.verdicts.study import Compared, Group, Study
 from mmqk.lab.verdicts.words import say
 from mmqk.store import differing_fields, flatten

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.grid.check import at, check_claims
 from mmqk.lab.grid.claims import Claim, as_list, claims_hash, read_claims
+from mmqk.lab.grid.testable import at, check_claims
 from mmqk.lab.metrics.families import RATE
 from mmqk.lab.runs import Run, read_runs
 from mmqk.store.folder import read_ablation

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from mmqk.lab.counts import AnyEffect
 from mmqk.lab.effects import Auroc
-from mmqk.lab.exact import AnyEffect
 from mmqk.lab.formatting import decimals, exp, fixed, number, plural
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import find_metric

@@ -11,8 +11,8 @@ from mmqk.config import RunConfig, resolve
 from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.lab.grid import Grid, load_grid
-from mmqk.lab.grid.check import check_claims, check_decidable
 from mmqk.lab.grid.claims import Claim, read_claims
+from mmqk.lab.grid.testable import check_claims, check_decidable
 from mmqk.store import flatten
 
 ROOT = Path(__file__).parents[3]

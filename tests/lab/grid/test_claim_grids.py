@@ -11,7 +11,7 @@ import yaml
 
 from mmqk.lab.effects import FEWEST_OF_EACH, quantile_t
 from mmqk.lab.grid import Grid, load_grids
-from mmqk.lab.grid.check import MOST_CONFIRMATORY, by_family, few_seeds
+from mmqk.lab.grid.testable import MOST_CONFIRMATORY, by_family, few_seeds
 from tests.lab.grid.resolved import ROOT, decidable_claims
 
 FOLDER = ROOT / "configs/claims"

@@ -40,7 +40,7 @@ def pages(tmp_path_factory):
     root = tmp_path_factory.mktemp("browser")
     write_report(write_demo(root / "demo"), root / "grid")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmqk.lab.page.figure.Drawing.png", lambda drawing: b"")
+        patch.setattr("mmqk.lab.page.drawing.Drawing.png", lambda drawing: b"")
         write_report(Path(__file__).parents[3] / "reports/examples/demo.zip", root / "pack")
         write_report(write_forks(root / "runs"), root / "forks")
     return {name: root / name / "index.html" for name in ("grid", "pack", "forks")}

@@ -15,9 +15,9 @@ import pytest
 from mmqk.lab.formatting import number, render
 from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.page import page_content, report_files, write_report
-from mmqk.lab.page.figure import arm_colors
+from mmqk.lab.page.drawing import arm_colors
 from mmqk.lab.page.tables import arm_table, tokens
-from mmqk.lab.verdicts import judge
+from mmqk.lab.verdicts.judge import judge
 from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import Planted, write_demo, write_run
 from tests.lab.page.report_runs import write

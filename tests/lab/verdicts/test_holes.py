@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mmqk.lab.grid.claims import Claim
-from mmqk.lab.verdicts import judge
+from mmqk.lab.verdicts.judge import judge
 from mmqk.lab.verdicts.measure import measure, spread_outcomes
 from mmqk.lab.verdicts.study import compare, load_study
 from tests.lab.fake_runs import DEMO, Planted, write_demo

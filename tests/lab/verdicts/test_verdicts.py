@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mmqk.lab.runs import read_runs
-from mmqk.lab.verdicts import judge
 from mmqk.lab.verdicts.checks import within_bound
+from mmqk.lab.verdicts.judge import judge
 from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 

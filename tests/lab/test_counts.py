@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab.exact import Counts, benjamini_hochberg, clopper_pearson, fisher, holm, kaplan_meier, log_rank, sign_flip
+from mmqk.lab.counts import Counts, clopper_pearson, fisher
+from mmqk.lab.effects import sign_flip
 from mmqk.lab.page.figures import survival
-from mmqk.lab.verdicts import judge
+from mmqk.lab.verdicts.judge import benjamini_hochberg, holm, judge
+from mmqk.lab.verdicts.measure import kaplan_meier, log_rank
 from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, study

@@ -1,22 +1,15 @@
-"""Tests for small numbers of runs, and corrections for several claims.
+"""Shares of counted runs: their difference with an exact interval.
 
 Two arms are compared by their shares of counted runs. Fisher's exact test tests whether the shares are equal. The
 interval of the difference is the tail interval of Santner and Snell (J. Am. Stat. Assoc. 75, 1980), which inverts two
 one-sided exact unconditional tests. They order outcomes by the difference of the shares. A p-value is the maximum
 over all pairs of true shares, so the interval has at least its nominal coverage for every pair. The interval of one
-share is the Clopper-Pearson interval. In tests of times to failure, a run that did not fail is censored at its last
-step.
-
-The confirmatory claims of a family share a level of 5 % by the Holm correction (Scandinavian Journal of Statistics 6,
-1979). The exploratory claims have a false discovery rate of 10 % by the Benjamini-Hochberg procedure (JRSS B 57,
-1995). The intervals of exploratory claims have the confidence that corresponds to this rate (Benjamini and Yekutieli,
-JASA 100, 2005), but at least 95 %.
+share is the Clopper-Pearson interval.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,7 +20,6 @@ from scipy import stats
 from mmqk.lab.effects import Auroc, Effect, WithInterval
 
 NUISANCE = np.linspace(0, 1, 201)
-MOST_FLIPPED = 16
 _TIE = 1e-9
 
 
@@ -40,21 +32,6 @@ def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float
     """Return the exact interval of a share, from ``count`` of ``n`` runs."""
     low, high = stats.binomtest(count, n).proportion_ci(confidence)
     return float(low), float(high)
-
-
-def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
-    """Return the two-sided p-value of the exact sign-flip test that paired differences are symmetric about 0.
-
-    This is the share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN for one
-    difference, and for more than `MOST_FLIPPED`.
-    """
-    if not 1 < len(differences) <= MOST_FLIPPED:
-        return math.nan
-    test = stats.permutation_test(
-        (np.asarray(differences, dtype=float),), np.sum, permutation_type="samples", n_resamples=2**MOST_FLIPPED,
-        vectorized=True,
-    )  # fmt: skip
-    return float(test.pvalue)
 
 
 @lru_cache(maxsize=4096)
@@ -155,65 +132,3 @@ def _edge(a: int, n: int, b: int, m: int, tail: float) -> float:
         else:
             high = middle
     return low if low > -1 + 1e-6 else -1.0
-
-
-FAMILY_LEVEL = 0.05
-DISCOVERY_LEVEL = 0.10
-
-
-@dataclass(frozen=True)
-class Adjusted:
-    """The corrected level and p-value of a claim.
-
-    Attributes:
-        method: "Holm" or "Benjamini-Hochberg".
-        claims: number of claims that share the level.
-        alpha: two-sided level of the interval that decides this claim.
-        p: adjusted p-value; the claim is decided if it is at most 0.05 (Holm) or 0.10 (Benjamini-Hochberg).
-    """
-
-    method: str
-    claims: int
-    alpha: float
-    p: float
-
-
-def holm(p_values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return (level, adjusted p-value) of each p-value, in order; a hypothesis is rejected if p is at most its level.
-
-    Hypotheses after the step at which the procedure stops get the level of that step.
-    """
-    order = np.argsort(p_values, kind="stable")
-    p, left = np.asarray(p_values)[order], np.arange(len(p_values), 0, -1)
-    rejected = np.append(p <= FAMILY_LEVEL / left, False).argmin()
-    levels = FAMILY_LEVEL / np.maximum(left, len(p) - rejected)
-    adjusted = np.maximum.accumulate(np.minimum(1.0, left * p))
-    back = np.argsort(order)
-    return list(zip(levels[back].tolist(), adjusted[back].tolist(), strict=True))
-
-
-def benjamini_hochberg(p_values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return (level, adjusted p-value) of each p-value, in order; the level is at most 5 %."""
-    adjusted = stats.false_discovery_control(p_values).tolist() if len(p_values) else []
-    discoveries = max(1, sum(p <= DISCOVERY_LEVEL for p in adjusted))
-    level = min(FAMILY_LEVEL, DISCOVERY_LEVEL * discoveries / max(1, len(adjusted)))
-    return [(level, p) for p in adjusted]
-
-
-def kaplan_meier(times: Sequence[float], failed: Sequence[bool]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (times, share of runs that survive beyond each time), starting at time 0 (Kaplan and Meier 1958)."""
-    curve = stats.ecdf(_censored(times, failed)).sf
-    return np.concatenate([[0.0], curve.quantiles]), np.concatenate([[1.0], curve.probabilities])
-
-
-def log_rank(
-    times: Sequence[float], failed: Sequence[bool], others: Sequence[float], others_failed: Sequence[bool]
-) -> float:
-    """Return the two-sided p-value of the log-rank test of equal survival (Mantel 1966); NaN if no run failed."""
-    if not len(times) or not len(others) or not (any(failed) or any(others_failed)):
-        return math.nan
-    return float(stats.logrank(_censored(times, failed), _censored(others, others_failed)).pvalue)
-
-
-def _censored(times: Sequence[float], failed: Sequence[bool]) -> stats.CensoredData:
-    return stats.CensoredData.right_censored(np.asarray(times, dtype=float), ~np.asarray(failed, dtype=bool))

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from mmqk.lab.counts import Counts
 from mmqk.lab.effects import FEWEST_OF_EACH
-from mmqk.lab.exact import FAMILY_LEVEL, Counts
 from mmqk.lab.formatting import plural
 from mmqk.lab.grid.arms import Job
-from mmqk.lab.grid.claims import CHECKS, Claim
+from mmqk.lab.grid.claims import CHECKS, FAMILY_LEVEL, Claim
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric
 from mmqk.store import UserError
 
