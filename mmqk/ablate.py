@@ -12,14 +12,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mmqk.lab.grid import Grid, load_grids
 from mmqk.lab.grid.claims import check_arms
-from mmqk.lab.runner.executors import PRELOAD, TRAIN, Local, Ray, Slurm, cores, gpus, start_server
+from mmqk.lab.runner.executors import PRELOAD, Local, Ray, Slurm, cores, gpus, start_server
 from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, Executor, Pool
 from mmqk.lab.runner.session import Session, check_out, outcome_table, take_runs, time_left
@@ -54,9 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: an error in the grid, in a field that an arm sets, in the data, or in the output folder.
     """
-    until = time.monotonic()
+    began = time.monotonic()
     options = _parse(argv)
-    until += options.max_minutes * 60
     local = options.executor == "local"
     devices = gpus() if local else ()
     jobs = options.jobs or (len(devices) or min(2, cores()) if local else CLUSTER_JOBS)
@@ -76,19 +75,24 @@ def main(argv: list[str] | None = None) -> int:
     session.look()
     for sentence in _check_claims(session):
         print(sentence, flush=True)
-    from mmqk.lab.runner.table import PoolProgress  # imports rich
-
-    outcomes = session.outcomes()
     if options.dry_run:
+        outcomes = session.outcomes()
         print("\n".join([outcome_table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
         return 0
+    return _train(session, options, jobs, devices, until=began + options.max_minutes * 60)
+
+
+def _train(session: Session, options: argparse.Namespace, jobs: int, devices: Sequence[str], until: float) -> int:
+    """Train the runs of a session, print their outcomes, and return the exit code."""
+    from mmqk.lab.runner.table import PoolProgress  # imports rich
+
     tasks = session.begin()
     todo = sum(not o.finished and o.status != "never" for o in session.outcomes().values())
     part = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
     runs = f"{part}{plural(len(session.tasks) + len(session.waiting), 'run')} in {session.out}"
     print(f"{session.grid.title}: {runs}, {todo} to train, {jobs} at a time", flush=True)
     with contextlib.closing(PoolProgress(to_come=session.to_come)) as progress:
-        executor = Local(TRAIN, PRELOAD, devices) if local else _executor(options, session.out)
+        executor = _executor(options, session.out, devices)
         pool = Pool(tasks, jobs, executor, tick=progress, more=session.more, until=until)
         pool.run()
     session.more(ended=True)
@@ -97,28 +101,31 @@ def main(argv: list[str] | None = None) -> int:
     if pool.signal_received is None and session.error is not None:
         raise session.error
     statuses = {outcome.status for outcome in outcomes.values()} - {"never"}
-    signal = pool.signal_received or 0
-    ends = (
-        (signal, 128 + signal, "interrupted: run the same command again to resume"),
-        (any(w.mistake for w in session.waiting.values()), 1, "a run cannot start: see the table for the reason"),
-        ("failed" in statuses, 1, f"a run failed: see its {LOG_NAME}; run the same command to try again"),
-        (statuses <= {"completed", "diverged"}, 0, ""),
-        (pool.stopping, 130, f"{options.max_minutes:g} minutes are over: run the same command again to resume"),
-        (True, 130, ""),
-    )
-    code, sentence = next((code, sentence) for applies, code, sentence in ends if applies)
-    if sentence:
-        print(sentence, file=sys.stderr)
+    if signal := pool.signal_received:
+        code, why = 128 + signal, "interrupted: run the same command again to resume"
+    elif any(wait.mistake for wait in session.waiting.values()):
+        code, why = 1, "a run cannot start: see the table for the reason"
+    elif "failed" in statuses:
+        code, why = 1, f"a run failed: see its {LOG_NAME}; run the same command to try again"
+    elif statuses <= {"completed", "diverged"}:
+        return 0
+    else:
+        over = f"{options.max_minutes:g} minutes are over: run the same command again to resume"
+        code, why = 130, over if pool.stopping else ""
+    if why:
+        print(why, file=sys.stderr)
     return code
 
 
-def _executor(options: argparse.Namespace, out: Path) -> Executor:
-    """Return the executor of a cluster.
+def _executor(options: argparse.Namespace, out: Path, devices: Sequence[str]) -> Executor:
+    """Return what starts the runs.
 
     Raises:
-        UserError: its extra is not installed.
+        UserError: the extra of a cluster is not installed.
     """
     name = options.executor
+    if name == "local":
+        return Local(devices=devices)
     try:
         return Slurm(out, options.job) if name == "slurm" else Ray(options.job)
     except ModuleNotFoundError as error:

@@ -30,14 +30,15 @@ arms:
   plain: {}
   qk: {set: {model.qk_norm.kind: rms}}
   late: {fork: {arm: plain, step: 30}, set: {optim.lr: 0.001}}
-claim:
-  statement: a toy
-  metric: final_loss/text
-  treatment: plain
-  control: qk
-  min_effect: 0.1
-  direction: greater
-  would_contradict: less
+claims:
+  - id: toy
+    statement: a toy
+    metric: final_loss/text
+    treatment: plain
+    control: qk
+    min_effect: 0.1
+    direction: greater
+    would_contradict: less
 """
 CONF = """\
 ClusterName=test

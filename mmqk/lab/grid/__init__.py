@@ -49,7 +49,7 @@ from mmqk.store import UserError, canonical, named_config
 
 @dataclass(frozen=True)
 class GridFile:
-    """The keys of a grid file. A grid with one claim may have ``claim`` instead of ``claims``."""
+    """The keys of a grid file."""
 
     name: str
     base: list[str] | str
@@ -60,7 +60,6 @@ class GridFile:
     axes: dict[str, Any] | None = None
     lr: dict[str, Any] | None = None
     claims: list[dict[str, Any]] | None = None
-    claim: dict[str, Any] | None = None
     direction: Any = None
     hypotheses: Any = None
     report: dict[str, Any] | None = None
@@ -71,8 +70,6 @@ class GridFile:
         folder_name(self.name, "name")
         if not self.arms:
             raise ValueError("arms is empty: name at least one arm")
-        if self.claim is not None and self.claims is not None:
-            raise ValueError("claim and claims are both set: put all claims into one list under claims")
 
 
 @dataclass(frozen=True)
@@ -136,8 +133,6 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
     path = Path(path)
     raw = read_yaml(path)
     file = build(GridFile, raw, f"{path}")
-    if file.claim is not None:
-        raw["claims"] = [{"id": raw["name"], **raw.pop("claim")}]
     if twice := [name for name in added or () if name in file.arms]:
         raise UserError(f"{path} has an arm {twice[0]}: give the added arm another name")
     if added:
