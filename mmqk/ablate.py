@@ -19,7 +19,7 @@ from typing import Any
 
 from mmqk.lab.grid import Grid, load_grids
 from mmqk.lab.grid.claims import check_arms
-from mmqk.lab.runner.executors import PRELOAD, Local, Ray, Slurm, cores, gpus, start_server
+from mmqk.lab.runner.executors import PRELOAD, TRAIN, Local, Ray, Slurm, cores, gpus, start_server
 from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, Executor, Pool
 from mmqk.lab.runner.session import Session, check_out, outcome_table, take_runs, time_left
@@ -125,7 +125,7 @@ def _executor(options: argparse.Namespace, out: Path, devices: Sequence[str]) ->
     """
     name = options.executor
     if name == "local":
-        return Local(devices=devices)
+        return Local(TRAIN, PRELOAD, devices)
     try:
         return Slurm(out, options.job) if name == "slurm" else Ray(options.job)
     except ModuleNotFoundError as error:
