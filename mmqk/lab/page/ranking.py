@@ -7,8 +7,9 @@ seeds, some arms rank high by chance."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -74,91 +75,84 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The ranked arms, best first, and the controls.
+    """The ranked arms and their controls.
 
     Attributes:
         rows: the arms with a remedy, by ascending loss difference to their control.
         controls: the arms without a remedy.
         unfinished: names of the arms that are not ranked, because they or their controls lack finished runs.
-        front: the arms of the Pareto front (`pareto_front`).
     """
 
-    rows: tuple[Ranked, ...]
-    controls: tuple[Ranked, ...]
-    unfinished: tuple[str, ...] = ()
-    front: frozenset[str] = field(default_factory=frozenset)
+    rows: Sequence[Ranked]
+    controls: Sequence[Ranked]
+    unfinished: Sequence[str]
+
+    @cached_property
+    def front(self) -> set[str]:
+        """The arms of the Pareto front: no other arm has a lower loss difference or a lower sensitivity without a
+        higher value of the other."""
+        points = {row.arm: (row.difference.value, row.sensitivity) for row in self.rows if row.difference}
+        return {
+            arm
+            for arm, (x, y) in points.items()
+            if math.isfinite(x + y) and not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points.values())
+        }
 
 
 def ranking(study: Study) -> Ranking | None:
     """Return the ranking that the grid names; None if it names none or if no arm can be compared with a control."""
-    controls = {_backend(study, study.arms[name]): name for name in study.named("ranking") if name in study.arms}
-    if not controls:
+    control_of = {_backend(study, study.arms[name]): name for name in study.named("ranking") if name in study.arms}
+    if not control_of:
         return None
     logit = METRICS["largest_attention_logit"]
     # By arm and seed: the final loss, and the logarithm of the largest logit.
-    losses = {name: {r.seed: value_of(r, metric_of(study, arm)) for r in study.finished(name)}
-              for name, arm in study.arms.items()}  # fmt: skip
-    logits = {name: {r.seed: logit.on_scale(logit.measure(r, None)) for r in study.finished(name)}
-              for name in study.arms}  # fmt: skip
-    choices = {name: choice for name, arm in study.arms.items() if (choice := chosen(study, arm)) and losses[name]}
+    losses: dict[str, dict[int, float]] = {}
+    logits: dict[str, dict[int, float]] = {}
+    for name, arm in study.arms.items():
+        losses[name] = {run.seed: value_of(run, metric_of(study, arm)) for run in study.finished(name)}
+        logits[name] = {run.seed: logit.on_scale(logit.measure(run, None)) for run in study.finished(name)}
+    choices = {name: choice for name, arm in study.arms.items() if losses[name] and (choice := chosen(study, arm))}
     of_losses, of_logits = (
         pooled_spread({name: list(filter(math.isfinite, values[name].values())) for name in choices})
         for values in (losses, logits)
     )
-    rows: list[Ranked] = []
-    unfinished: list[str] = []
-    for name, arm in study.arms.items():
-        control = controls.get(_backend(study, arm), "")
-        if name not in choices or control not in choices:
-            unfinished.append(name)
+    rows = []
+    for name, best in choices.items():
+        arm, control = study.arms[name], control_of.get(_backend(study, study.arms[name]), "")
+        if control not in choices:
             continue
-        best, is_control = choices[name], name == control
         limit = choices[control].means[choices[control].rate] + TRAINS_NATS
-        verdict, runs = study.finished(name), _finished(study, arm)
-        against = [] if is_control else _finished(study, study.arms[control])
+        runs, remedy = _finished(study, arm), name != control
+        against = _finished(study, study.arms[control]) if remedy else []
         row = Ranked(
             arm=name,
             control=control,
-            seeds=len(verdict),
+            seeds=len(losses[name]),
             rate=best.rate,
             at_edge=best.at_edge,
             loss=float(np.mean(list(losses[name].values()))),
-            difference=None if is_control else _effect(losses[name], losses[control], of_losses),
+            difference=_effect(losses[name], losses[control], of_losses) if remedy else None,
             trains={rate: all(loss <= limit for loss in values) for rate, values in best.values.items()},
             sensitivity=_sensitivity([run for run in runs if run.role == "selection"]),
             logit=math.exp(float(np.mean(list(logits[name].values())))),
-            logit_ratio=None if is_control else _effect(logits[name], logits[control], of_logits),
-            growth={m: _growth(verdict, m) for m in study.modalities},
+            logit_ratio=_effect(logits[name], logits[control], of_logits) if remedy else None,
+            growth={m: _growth(study.finished(name), m) for m in study.modalities},
             failed=sum(run.status.status == "diverged" for run in runs),
             runs=len(runs),
             time=time_ratio(runs, against),
-            parameters=_parameters(verdict, against),
+            parameters=_parameters(runs, against),
         )
         rows.append(row)
     ranked = [row for row in rows if row.arm != row.control]
-    if not ranked:
-        return None
     ranked.sort(key=lambda row: (row.difference.value if row.difference else math.inf, row.sensitivity))
-    without = tuple(row for row in rows if row.arm == row.control)
-    return Ranking(tuple(ranked), without, tuple(unfinished), pareto_front(ranked))
+    without = [row for row in rows if row.arm == row.control]
+    unfinished = set(study.arms) - {row.arm for row in rows}
+    return Ranking(ranked, without, [name for name in study.arms if name in unfinished]) if ranked else None
 
 
 def _finished(study: Study, arm: StudyArm) -> list[Run]:
     """Return the finished runs of an arm: first those of the verdicts, then those that selected its learning rate."""
-    return [*study.finished(arm.name), *(run for run in study.selection(arm) if run.status.finished)]
-
-
-def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
-    """Return the arms that no other arm dominates. An arm dominates another if neither its loss difference nor its
-    sensitivity is higher and at least one of the two is lower."""
-    points = {row.arm: (row.difference.value, row.sensitivity) for row in rows if row.difference}
-    return frozenset(
-        arm
-        for arm, (x, y) in points.items()
-        if math.isfinite(x)
-        and math.isfinite(y)
-        and not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points.values())
-    )
+    return [run for run in (*study.of_arm(arm.name), *study.selection(arm)) if run.status.finished]
 
 
 def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None) -> Effect | None:
@@ -237,12 +231,13 @@ def ranking_figure(ranking: Ranking) -> Figure | None:
 def _remedies(ranking: Ranking, points: Sequence[tuple[Ranked, float]], label: str, x_name: str) -> Panel:
     lines: list[Line] = []
     for row, x in points:
-        group, color = ("on the Pareto front", PALETTE[1]) if row.arm in ranking.front else ("other remedies", GRAY)
-        group, color = (group, color) if row.difference else ("no remedy", PALETTE[0])
-        y = row.difference.value if row.difference else 0.0
+        y, group, color = row.difference.value if row.difference else 0.0, "other remedies", GRAY
+        if row.arm in ranking.front:
+            group, color = "on the Pareto front", PALETTE[1]
+        elif not row.difference:
+            group, color = "no remedy", PALETTE[0]
         lines.append(replace(markers([x], [y], color, group), arm=row.arm))
-    y_label = "loss minus loss without remedy (nats)"
-    return Panel("loss difference", "", y_label, tuple(lines), xlabel=label, x=x_name)
+    return Panel("loss difference", "", "loss minus loss without remedy (nats)", tuple(lines), xlabel=label, x=x_name)
 
 
 def ranking_table(study: Study, ranking: Ranking) -> Table | None:

@@ -105,7 +105,7 @@ def test_a_remedy_that_is_worse_in_both_is_not_on_the_front(tmp_path):
 
 def test_an_arm_is_compared_within_its_backend_and_on_its_machine(tmp_path):
     made = ranking(grid_of(tmp_path, more={"good": {"backend": "math"}, "wide": {"machine": "b"}}))
-    assert made.unfinished == ("good",)  # no arm without a remedy has backend math
+    assert made.unfinished == ["good"]  # no arm without a remedy has backend math
     assert {row.arm: row.time for row in made.rows}["wide"] is None
     assert {row.arm: row.time for row in made.rows}["bad"] is not None
 
