@@ -292,4 +292,4 @@ def test_every_example_of_the_page_can_be_read(load):
     assert len(grids["sizes"].jobs) == 2 * (2 * 3 * 2 + 1 + 2)
     assert len(grids["best"].jobs) == 2 * 4 * 2 + 2 * 3
     assert {job.parent for job in grids["late"].jobs} == {"", "plain"}
-    assert grids["judged"].raw["claims"][0]["id"] == "judged"
+    assert grids["judged"].raw["claims"][0]["id"] == "C1"
