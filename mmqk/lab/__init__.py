@@ -1,1 +1,10 @@
-"""Grids, their runs, and the numbers, verdicts and pages of run folders. Imports no torch."""
+"""From grids to pages. Imports no torch.
+
+grid      a grid file: arms, seeds, claims
+runner    trains its runs
+runs      reads run folders
+metrics   the numbers of runs that claims compare
+effects   differences of arms with their intervals; counts: differences of shares
+verdicts  the verdict of each claim
+page      the report
+"""

@@ -79,7 +79,7 @@ class Plan:
         tasks: runs that are finished, running or ready to start, one per folder.
         waiting: runs that cannot start yet. The folder of a task is provisional while its configuration is.
         entries: the entries of ablation.json, one per run name; two names may share a folder.
-        choices: the entries of ablation.json about selected learning rates (`choose`).
+        choices: the entries of ablation.json about selected learning rates (`selected`).
     """
 
     tasks: tuple[Task, ...] = ()
@@ -244,7 +244,7 @@ class _Planner:
         folders = tuple(tried)
         if folders not in self.resolver.choices:
             try:
-                self.resolver.choices[folders] = choose(job.arm, rule.metric, tried)
+                self.resolver.choices[folders] = selected(job.arm, rule.metric, tried)
             except UserError as error:  # only this arm is affected
                 return rule.grid[0], Wait(str(error), possible=False, mistake=True)
         self.choices[job.arm] = self.resolver.choices[folders]
@@ -337,7 +337,7 @@ class _Planner:
         return args
 
 
-def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, Any]:
+def selected(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, Any]:
     """Return the best learning rate (`mmqk.lab.verdicts.learning_rates`), and the mean of the metric over seeds at
     each learning rate tried, null if it is not finite. If every run diverged, the smallest learning rate is best.
 
@@ -348,7 +348,7 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, Any]
         UserError: the metric is unknown, or no run has a finite value.
     """
     from mmqk.lab.runs import read_runs
-    from mmqk.lab.verdicts.learning_rates import choose as best_of
+    from mmqk.lab.verdicts.learning_rates import choose
 
     runs = [
         replace(run, point={LR: lr})
@@ -356,7 +356,7 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, Any]
         for run in read_runs(path)
         if run.path.resolve() == path.resolve()
     ]
-    best = best_of(runs, metric)
+    best = choose(runs, metric)
     if best is None and not all(run.status.status == "diverged" for run in runs):
         raise UserError(
             f"no selection run of {arm} ended with a finite {metric}: name another lr.metric, such as final_loss, or"

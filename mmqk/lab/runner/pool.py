@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from mmqk.store import DamagedFile, Status, is_locked, last_metrics, mark_ended, read_run, read_status
+from mmqk.store import EXIT_CODES, DamagedFile, Status, is_locked, last_metrics, mark_ended, read_run, read_status
 from mmqk.store.errors import USER_ERROR_EXIT
 
 LOG_NAME = "train.log"
@@ -24,6 +24,7 @@ POLL_SECONDS = 0.2
 # Seconds that an interrupted run has to write its checkpoint and status.
 GRACE_SECONDS = 30.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FINISHED_CODES = (EXIT_CODES["completed"], EXIT_CODES["diverged"])
 _INTERRUPTED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 
 
@@ -230,7 +231,7 @@ class Pool:
     def _outcome(self, task: Task, code: int, before: Status | None) -> TaskOutcome:
         """Return the outcome that the run wrote; if it wrote none, derive one from the exit code and record it."""
         now = standing(task)
-        if now.finished if code in (0, 3) else now.ended and _status(task.folder) != before:
+        if now.finished if code in FINISHED_CODES else now.ended and _status(task.folder) != before:
             return now
         step = max(now.step, last_metrics(task.folder / "metrics.jsonl").get("step", 0))
         if self.stopping or code in _INTERRUPTED_CODES:
