@@ -116,8 +116,7 @@ def standing(task: Task) -> TaskOutcome:
         return TaskOutcome("failed", reason=str(damaged))
     if record is None or record.get("id") != task.id or status is None:
         return TaskOutcome("waiting")
-    loss = last_metrics(task.folder / "metrics.jsonl", having="loss").get("loss")
-    return TaskOutcome(**vars(status), loss=loss if isinstance(loss, int | float) else None)
+    return TaskOutcome(**vars(status), loss=last_metrics(task.folder / "metrics.jsonl", having="loss").get("loss"))
 
 
 @dataclass(frozen=True)

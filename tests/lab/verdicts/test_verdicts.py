@@ -3,14 +3,18 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mmqk.lab.runs import read_runs
+from mmqk.lab.grid.claims import Claim
+from mmqk.lab.runs import Run, read_runs
 from mmqk.lab.verdicts.checks import within_bound
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.study import load_study
+from mmqk.lab.verdicts.measure import measure, spread_outcomes
+from mmqk.lab.verdicts.study import Group, compare, load_study, share_history
+from tests.lab import fake_runs
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 
 
@@ -269,3 +273,90 @@ def test_unlike_spreads_are_not_pooled(tmp_path):
     assert found.effect.of == "two arms"
     assert any("Interval from: two arms" in note for note in found.notes)
     assert not verdicts(tmp_path / "b")["C10"].effect.df < 6
+
+
+def test_no_difference_is_no_positive_control(tmp_path):
+    """C2 is the positive control of C10: first C2 claims an effect, then an equivalence that is reproduced."""
+    assert verdicts(tmp_path / "effect")["C10"].verdict == "contradicted"
+
+    def change(grid):
+        grid["claims"][0] |= {"test": "equivalence"}
+
+    found = verdicts(tmp_path / "equal", {"mixed-qk": Planted(60.0)}, change=change)
+    assert found["C2"].verdict == "reproduced"
+    assert not controls(found["C10"])["positive control C2"] and found["C10"].verdict == "inconclusive"
+
+
+def test_runs_that_were_not_measured_do_not_count_as_not_reached(tmp_path):
+    def change(grid):
+        grid["claims"][0] |= {"test": "count", "at_least": 40.0, "min_effect": 0.05}
+
+    seeds = tuple(range(6))
+    study = load_study(write_demo(tmp_path / "demo", seeds=seeds, change=change))
+    found = judge(study)[0]
+    assert found.counts == {"mixed": (6, 6), "mixed-qk": (0, 6)} and found.verdict == "reproduced"
+    for path in (tmp_path / "demo").glob("mixed-qk*/seed*/metrics.jsonl"):
+        path.write_text(path.read_text().replace("attn_logit_absmax", "attn_logit_other"))
+    found = judge(load_study(tmp_path / "demo"))[0]
+    assert found.verdict == "inconclusive"
+    assert found.open == "Without a value: “mixed, QK-Norm” seed 0, “mixed, QK-Norm” seed 1 and 4 more."
+
+
+@pytest.mark.parametrize(("forked", "arms"), [(False, 5), (True, 3)])
+def test_forks_of_one_run_give_the_spread_once(tmp_path, forked, arms):
+    """Forks of one run count once, because each fork would otherwise add degrees of freedom without a new seed."""
+    planted = DEMO | {"late": Planted(60.0), "later": Planted(60.0)}
+
+    def change(grid):
+        for arm in ("late", "later"):
+            grid["arms"][arm] = {"label": arm, "block": "decided", "set": {}}
+
+    fake = {arm: fake_runs.SETTINGS["mixed"] for arm in ("late", "later")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_runs, "SETTINGS", fake_runs.SETTINGS | fake)
+        patch.setattr(fake_runs, "LABELS", fake_runs.LABELS | {arm: arm for arm in fake})
+        study = load_study(write_demo(tmp_path / "demo", planted, change=change))
+    parents = {run.seed: run.name for run in study.runs if run.arm == "mixed"}
+    for run in study.runs:
+        if forked and run.arm.startswith("late"):
+            run.fork = {"parent": parents[run.seed], "step": 100}
+    of_logits = Claim("T", "", metric="largest_attention_logit", treatment="mixed", control="mixed-qk")
+    compared = compare(study, of_logits)
+    spread = spread_outcomes(compared, measure(compared.groups, of_logits.metric))
+    assert len(spread) == arms and math.isfinite(sum(map(sum, spread.values())))
+
+
+# Forks of one run ----------------------------------------------------------------------------------------------------
+
+CHECKPOINT = {"parent": "plain-0/seed{seed}", "step": 250}
+
+
+def group(name, forks):
+    """Return a group with one run per seed; ``forks`` has the parent and the step of each run, or None."""
+    runs = {}
+    for seed, fork in forks.items():
+        fork = fork and {**fork, "parent": fork["parent"].format(seed=seed)}
+        runs[seed] = (Run(Path(name), f"{name}-0/seed{seed}", name, seed, fork=fork),)
+    return Group(name, name, (), runs, len(runs))
+
+
+LATE = group("late", {1: CHECKPOINT, 2: CHECKPOINT})
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (group("same", {1: CHECKPOINT, 2: CHECKPOINT}), True),
+        (group("plain", {1: None, 2: None}), True),  # the parent itself
+        (group("same", {1: CHECKPOINT, 2: {**CHECKPOINT, "step": 300}}), False),
+        (group("same", {1: CHECKPOINT, 2: {**CHECKPOINT, "parent": "other-0/seed2"}}), False),
+        (group("qk", {1: None, 2: None}), False),
+        (group("same", {3: CHECKPOINT}), False),  # no seed in common
+    ],
+)
+def test_what_runs_have_in_common(other, expected):
+    assert share_history(LATE, other) is share_history(other, LATE) is expected
+
+
+def test_runs_without_a_fork_have_nothing_in_common():
+    assert not share_history(group("a", {1: None}), group("b", {1: None}))
