@@ -117,9 +117,6 @@ class Counts(WithInterval):
         return math.nan
 
 
-AnyEffect = Effect | Counts | Auroc
-
-
 @lru_cache(maxsize=4096)
 def _edge(a: int, n: int, b: int, m: int, tail: float) -> float:
     """Return the lower end of the interval: the largest difference that the one-sided test rejects at ``tail``; -1 if
@@ -132,3 +129,6 @@ def _edge(a: int, n: int, b: int, m: int, tail: float) -> float:
         else:
             high = middle
     return low if low > -1 + 1e-6 else -1.0
+
+
+AnyEffect = Effect | Counts | Auroc

@@ -8,15 +8,15 @@ inconclusive    every other case, and every claim with the status shown, which `
 An equivalence is reproduced if the interval lies between -min_effect and min_effect, and contradicted if it lies
 beyond one of them; both verdicts need a positive control that passed.
 
-The level of both intervals is corrected for the other claims of the family: the confirmatory claims share a level of
-5 % by the Holm correction (Scandinavian Journal of Statistics 6, 1979), and the exploratory claims have a false
-discovery rate of 10 % by the Benjamini-Hochberg procedure (JRSS B 57, 1995). The intervals of exploratory claims have
-the confidence that corresponds to this rate (Benjamini and Yekutieli, JASA 100, 2005), but at least 95 %. The second
-interval is shifted
-for the skewness of the two arms (`Effect.shifted`); counts and predictions have none. A run that diverged, or
-whose last value is not finite, ranks worst: it gets the worst finite value of the compared runs at any step, and does
-not count in the spread. The effect is then a bound, and a verdict is given only if the bound supports it. A claim
-stays inconclusive if a finished run has no value. `docs/evidence.md` describes the rules.
+The level of both intervals is corrected for the other claims of the family. Confirmatory claims share a level of 5 %
+by the Holm correction (Scandinavian Journal of Statistics 6, 1979). Exploratory claims have a false discovery rate of
+10 % by the Benjamini-Hochberg procedure (JRSS B 57, 1995), and their intervals have the confidence that corresponds to
+this rate (Benjamini and Yekutieli, JASA 100, 2005), but at least 95 %.
+
+The second interval is shifted for the skewness of the two arms (`Effect.shifted`); counts and predictions have none. A
+run that diverged, or whose last value is not finite, ranks worst: it gets the worst finite value of the compared runs
+at any step, and does not count in the spread. The effect is then a bound, and a verdict is given only if the bound
+supports it. A claim stays inconclusive if a finished run has no value. `docs/evidence.md` describes the rules.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def log_rank(
     times: Sequence[float], failed: Sequence[bool], others: Sequence[float], others_failed: Sequence[bool]
 ) -> float:
     """Return the two-sided p-value of the log-rank test of equal survival (Mantel 1966); NaN if no run failed."""
-    if not len(times) or not len(others) or not (any(failed) or any(others_failed)):
+    if not any(failed) and not any(others_failed):
         return math.nan
     return float(stats.logrank(_censored(times, failed), _censored(others, others_failed)).pvalue)
 
