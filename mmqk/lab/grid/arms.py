@@ -300,17 +300,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     text = read_utf8(path, "give a grid such as those in configs/ablations")
     try:
         raw = yaml.load(text, Loader=Loader)
+        json.dumps(raw, allow_nan=False)  # the grid is stored with the runs as JSON
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UserError(f"{path} is not valid YAML: {line}{error.problem}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as YAML with finite numbers: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{path} must be a mapping of names to values, not {type(raw).__name__}")
-    try:
-        json.dumps(raw, allow_nan=False)  # the grid is stored with the runs as JSON
-    except ValueError as error:
-        raise UserError(f"{path} has a number that is not finite (.inf or .nan)") from error
     return raw
 
 

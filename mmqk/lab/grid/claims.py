@@ -172,11 +172,8 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         UserError: an unknown field, a wrong type, a claim without a unique id, or the name of an arm or
             claim that does not exist.
     """
-    if not isinstance(values or [], list | tuple):
-        raise UserError(f"{path}: claims must be a list")
     claims: list[Claim] = []
-    for place, value in enumerate(values or []):
-        record = dict(value) if isinstance(value, Mapping) else {}
+    for place, record in enumerate(map(dict, values or ())):
         if not isinstance(record.get("id"), str) or record["id"] in [claim.id for claim in claims]:
             raise UserError(f"{path}: claims[{place}] has no unique id: give it one, as text")
         where = f"{path}: claim {record['id']}"

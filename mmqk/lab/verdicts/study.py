@@ -152,14 +152,12 @@ class Group:
     """The runs of an arm or family that a claim names.
 
     Attributes:
-        name: the name in the claim.
         label: the name on the page.
         arms: the arm, or the arms of the family.
         runs: finished verdict runs by seed; an arm has one run per seed.
         planned: number of planned runs.
     """
 
-    name: str
     label: str
     arms: tuple[StudyArm, ...]
     runs: Mapping[int, tuple[Run, ...]]
@@ -183,7 +181,7 @@ def group(study: Study, claim: Claim, name: str) -> Group:
     for arm in arms:
         for run in study.finished(arm.name):
             by_seed[run.seed] = (*by_seed.get(run.seed, ()), run)
-    return Group(name, study.label(name), arms, by_seed, sum(len(arm.seeds) for arm in arms))
+    return Group(study.label(name), arms, by_seed, sum(len(arm.seeds) for arm in arms))
 
 
 @dataclass(frozen=True)

@@ -337,7 +337,7 @@ def group(name, forks):
     for seed, fork in forks.items():
         fork = fork and {**fork, "parent": fork["parent"].format(seed=seed)}
         runs[seed] = (Run(Path(name), f"{name}-0/seed{seed}", name, seed, fork=fork),)
-    return Group(name, name, (), runs, len(runs))
+    return Group(name, (), runs, len(runs))
 
 
 LATE = group("late", {1: CHECKPOINT, 2: CHECKPOINT})
