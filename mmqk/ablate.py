@@ -73,7 +73,9 @@ def main(argv: list[str] | None = None) -> int:
         # Start the server now, so that it imports torch while this process plans the runs.
         start_server(PRELOAD)
     session.look()
-    for sentence in _check_claims(session):
+    from mmqk.lab.grid.decidable import decidable_claims, few_seeds  # slow to import
+
+    for sentence in few_seeds(decidable_claims(session.grid), session.grid.jobs):
         print(sentence, flush=True)
     if options.dry_run:
         outcomes = session.outcomes()
@@ -164,18 +166,6 @@ def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -
     report = grid.raw.get("report") or {}
     command = " ".join(["mmqk ablate", *(f"--config {relative(path)}" for path in options.config)])
     return replace(grid, raw={**grid.raw, "report": {"command": command, **report}})
-
-
-def _check_claims(session: Session) -> list[str]:
-    """Refuse claims that the analysis would refuse or could not decide; return warnings about few seeds."""
-    from mmqk.lab.grid.testable import check_decidable, few_seeds
-    from mmqk.lab.verdicts.study import study_of
-
-    grid = session.grid
-    record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}
-    study = study_of(session.out, record, (), grid.path)
-    check_decidable(study.claims, grid.jobs, grid.path)
-    return few_seeds(study.claims, grid.jobs)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -12,7 +12,7 @@ import numpy as np
 from mmqk.config.training import AlarmConfig
 from mmqk.lab.formatting import listed, number, plural
 from mmqk.lab.grid.claims import CHECKS, Claim
-from mmqk.lab.grid.testable import FEWEST_SEEDS
+from mmqk.lab.grid.decidable import FEWEST_SEEDS
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, metric_value
 from mmqk.lab.metrics.families import RATE, learning_rate
 from mmqk.lab.metrics.outcomes import is_trained, learned

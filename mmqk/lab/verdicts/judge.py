@@ -33,7 +33,7 @@ from mmqk.lab.counts import AnyEffect, Counts, clopper_pearson
 from mmqk.lab.effects import Auroc, Effect, Spread
 from mmqk.lab.formatting import listed, plural
 from mmqk.lab.grid.claims import FAMILY_LEVEL, LEANS, Claim
-from mmqk.lab.grid.testable import by_family
+from mmqk.lab.grid.decidable import by_family
 from mmqk.lab.metrics.outcomes import trained_modalities
 from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.assess import Adjusted, Judgment, Verdict, assess

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.lab.grid.claims import Claim, as_list, claims_hash, read_claims
-from mmqk.lab.grid.testable import at, check_claims
+from mmqk.lab.grid.decidable import at, check_claims
 from mmqk.lab.metrics.families import RATE
 from mmqk.lab.runs import Run, read_runs
-from mmqk.store.folder import read_ablation
+from mmqk.store.folder import ABLATION_NAME, read_ablation
 from mmqk.store.pack import unpacked
 
 HERO_ARMS_AT_MOST = 6
@@ -248,14 +248,13 @@ def load_study(folder: str | Path) -> Study:
     return study_of(folder, ablation, runs)
 
 
-def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], where: object = None) -> Study:
-    """Return the study of these runs; ``ablation`` is the content of ablation.json, and error messages name
-    ``where``.
+def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run]) -> Study:
+    """Return the study of these runs; ``ablation`` is the content of ablation.json.
 
     Raises:
         UserError: a claim is invalid.
     """
-    grid, where = ablation["grid"], str(where or folder / "ablation.json")
+    grid, where = ablation["grid"], str(folder / ABLATION_NAME)
     name = str(ablation.get("name") or grid.get("name") or folder.resolve().name)
     families = _families(grid.get("arms") or {})
     planned = [entry for entry in ablation["runs"] if entry.get("role", "verdict") == "verdict"]

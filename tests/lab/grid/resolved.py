@@ -1,4 +1,4 @@
-"""What tests of shipped grids share: resolved runs, claims that can be decided, lengths of captions."""
+"""What tests of shipped grids share: resolved runs, lengths of captions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from mmqk.config import RunConfig, resolve
 from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.lab.grid import Grid, load_grid
-from mmqk.lab.grid.claims import Claim, read_claims
-from mmqk.lab.grid.testable import check_claims, check_decidable
 from mmqk.store import flatten
 
 ROOT = Path(__file__).parents[3]
@@ -36,16 +34,6 @@ def unequal(a: RunConfig, b: RunConfig) -> set[str]:
         for name in flat_a.keys() | flat_b.keys()
         if flat_a.get(name, absent) != flat_b.get(name, absent) and {} not in (flat_a.get(name), flat_b.get(name))
     }
-
-
-def decidable_claims(grid: Grid) -> tuple[Claim, ...]:
-    """Return the claims of a grid; an error if no result could decide one of them."""
-    points = {name: (point,) for arm in grid.arms for name, point in arm.points.items()}
-    points |= {arm.name: tuple(arm.points.values()) for arm in grid.arms}
-    claims = read_claims(grid.raw.get("claims"), points, grid.name, grid.path)
-    check_claims(claims, points, str(grid.path))
-    check_decidable(claims, grid.jobs, grid.path)
-    return claims
 
 
 @cache

@@ -11,8 +11,8 @@ import yaml
 
 from mmqk.lab.effects import FEWEST_OF_EACH, quantile_t
 from mmqk.lab.grid import Grid, load_grids
-from mmqk.lab.grid.testable import MOST_CONFIRMATORY, by_family, few_seeds
-from tests.lab.grid.resolved import ROOT, decidable_claims
+from mmqk.lab.grid.decidable import MOST_CONFIRMATORY, by_family, decidable_claims, few_seeds
+from tests.lab.grid.resolved import ROOT
 
 FOLDER = ROOT / "configs/claims"
 NAMES = ("learning_rates", "modalities", "placement", "competition")

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from mmqk.lab.grid import load_grid
-from tests.lab.grid.resolved import ROOT, decidable_claims
+from mmqk.lab.grid.decidable import decidable_claims
+from tests.lab.grid.resolved import ROOT
 
 ARMS = {"a": {"set": {"size": 1}}, "b": {"set": {"size": 2}}, "c": {"set": {"size": 3}}}
 CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2, "direction": "greater"}

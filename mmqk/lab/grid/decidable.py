@@ -12,8 +12,9 @@ from typing import Any
 from mmqk.lab.counts import Counts
 from mmqk.lab.effects import FEWEST_OF_EACH
 from mmqk.lab.formatting import plural
+from mmqk.lab.grid import Grid
 from mmqk.lab.grid.arms import Job
-from mmqk.lab.grid.claims import CHECKS, FAMILY_LEVEL, Claim
+from mmqk.lab.grid.claims import CHECKS, FAMILY_LEVEL, Claim, read_claims
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric
 from mmqk.store import UserError
 
@@ -114,22 +115,22 @@ def point_label(point: Mapping[str, Any]) -> str:
 FEWEST_SEEDS = 3
 
 
-def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object) -> None:
-    """Refuse a claim that no result of the planned runs could support.
-
-    Args:
-        claims: the claims of the grid, from `mmqk.lab.grid.claims.read_claims`.
-        jobs: every planned run.
-        where: name of the grid for error messages.
+def decidable_claims(grid: Grid) -> tuple[Claim, ...]:
+    """Return the claims of a grid, if the planned runs could support each of them.
 
     Raises:
-        UserError: no result of the planned runs could support a claim; the message gives the reason.
+        UserError: a claim is invalid, or no result of the planned runs could support it; the message gives the reason.
     """
+    points = {name: [point] for _, name, point in grid.points}
+    points |= {arm.name: list(arm.points.values()) for arm in grid.arms}
+    claims = read_claims(grid.raw.get("claims"), points, grid.name, grid.path)
+    check_claims(claims, points, str(grid.path))
     by_id = {claim.id: claim for claim in claims}
-    planned = [job for job in jobs if job.role == "verdict"]
+    planned = [job for job in grid.jobs if job.role == "verdict"]
     for claim in claims:
         if claim.decided and (why := _why_not(claim, by_id, planned)):
-            raise UserError(f"{where}: no result could support claim {claim.id}: {why}")
+            raise UserError(f"{grid.path}: no result could support claim {claim.id}: {why}")
+    return claims
 
 
 def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
@@ -137,7 +138,7 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
     planned, warnings = [job for job in jobs if job.role == "verdict"], []
     for claim in claims:
         if not claim.decided or claim.test == "prediction" or "seeds" in claim.unchecked:
-            continue  # check_decidable checks the number of runs of a prediction
+            continue  # `_why_not` checks the number of runs of a prediction
         arms = [{job.seed for job in _runs(claim, name, planned)} for name in claim.compared]
         n = min(map(len, arms)) if claim.test == "count" else len(arms[0] & arms[1])
         if n < FEWEST_SEEDS:
