@@ -20,7 +20,6 @@ def small_run(
     status: str = "completed",
     step: int | None = None,
     config: Mapping[str, Any] | None = None,
-    alarms: Sequence[tuple[str, int, str]] = (),
     point: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Run:
@@ -38,12 +37,6 @@ def small_run(
     identity = {"seed": seed, "data": (config or {}).get("data") or {}}
     record = {"id": folder.name, "code": "c", "identity": identity, "details": {"config": config or {}}}
     (folder / "run.json").write_text(json.dumps(record))
-    if alarms:
-        record = [
-            {"name": name, "step": at, "tag": tag, "value": 1.0, "threshold": 0.0, "sentence": ""}
-            for name, at, tag in alarms
-        ]
-        (folder / "alarms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in record))
     (run,) = read_runs(folder)
     run.point, run.seed = point or {}, seed
     return run

@@ -25,6 +25,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,16 @@ class Grid:
     def _verdict(self) -> Iterable[Job]:
         families = {arm.name: arm for arm in self.arms}
         points = {name: point for _, name, point in self.points}
-        for i in range(max(len(arm.seeds) or 1 for arm in self.arms)):
-            for arm, name, point in self.points:
-                if i >= (len(arm.seeds) or 1):
-                    continue
-                seed = arm.seeds[i] if arm.seeds else None
-                parent, fields = "", dict(point)
-                if arm.fork and arm.fork.arm:
-                    parent = parent_of(arm.fork.arm, families, point)
-                    fields = {k: v for k, v in point.items() if (k, v) not in points[parent].items()}
-                args = (*_base(arm), *flags({**arm.fields, **fields}))
-                if seed is not None and not parent:
-                    args = (*args, f"--seed={seed}")
-                yield Job(name, seed, args, arm, point, parent=parent)
+        runs = [(i, seed, *of) for of in self.points for i, seed in enumerate(of[0].seeds or (None,))]
+        for _, seed, arm, name, point in sorted(runs, key=itemgetter(0)):
+            parent, fields = "", dict(point)
+            if arm.fork and arm.fork.arm:
+                parent = parent_of(arm.fork.arm, families, point)
+                fields = {k: v for k, v in point.items() if (k, v) not in points[parent].items()}
+            args = (*_base(arm), *flags({**arm.fields, **fields}))
+            if seed is not None and not parent:
+                args = (*args, f"--seed={seed}")
+            yield Job(name, seed, args, arm, point, parent=parent)
 
 
 def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:

@@ -260,10 +260,9 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run]) -> 
     planned = [entry for entry in ablation["runs"] if entry.get("role", "verdict") == "verdict"]
     arms = _arms(families, planned)
     present = {(run.arm, run.seed, run.role) for run in runs}
-    points: dict[str, list[Mapping[str, Any]]] = {family: [] for family in families}
-    for arm in arms.values():
-        points.setdefault(arm.family, []).append(arm.point)
-    points |= {arm.name: [arm.point] for arm in arms.values()}
+    points = {
+        name: [arm.point for arm in arms.values() if name in (arm.name, arm.family)] for name in (*families, *arms)
+    }
     claims = read_claims(grid.get("claims"), points, name, where)
     check_claims(claims, points, where)
     lost = bool(ablation.get("lost"))
