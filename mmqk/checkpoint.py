@@ -1,4 +1,8 @@
-"""Reads and writes checkpoints, with a digest that is checked before use."""
+"""The content of a checkpoint: read, written, checked, and turned into a model.
+
+`mmqk.store.checkpoint_files` has names and digests, `mmqk.training.saving` writes during a run and finds the checkpoint
+of a resume, and `mmqk.diagnose.tensors` reads checkpoints of other tools.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,14 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.patch import is_allowed
 from mmqk.store import UserError, differing_fields, naming
-from mmqk.store.checkpoints import DamagedError, check_digest, checkpoints_in, named_step, strays_in, write_checkpoint
+from mmqk.store.checkpoint_files import (
+    DamagedError,
+    check_digest,
+    checkpoints_in,
+    named_step,
+    strays_in,
+    write_checkpoint,
+)
 
 # Parts that a resume needs besides the model.
 PARTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")

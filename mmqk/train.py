@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmqk import store
 from mmqk.store import DamagedFile, RunFolder, UserError
-from mmqk.store.checkpoints import checkpoints_in, step_of
+from mmqk.store.checkpoint_files import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.formatting import inspect_command
 from mmqk.store.metrics import METRICS_NAME
@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\nName a configuration, for example: mmqk train demo")
         return USER_ERROR_EXIT
     run = resolve(argv)
-    from mmqk.training.checkpoint import Interrupted
     from mmqk.training.ranks import Ranks, advised
+    from mmqk.training.saving import Interrupted
 
     _quieten()
     with Ranks(run, argv) as ranks:
@@ -69,8 +69,8 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """Run the process that writes to the run folder. A run on one device has only this process."""
     from mmqk.config import print_yaml
     from mmqk.config.fork import note
-    from mmqk.training.checkpoint import Interrupted
     from mmqk.training.ranks import advised, describe, resolve_device
+    from mmqk.training.saving import Interrupted
 
     # A finished run needs no device.
     status = store.read_status(run.out)
@@ -118,11 +118,11 @@ def _parameters(run: RunConfig) -> int:
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
-    from mmqk.training.checkpoint import last_checkpoint
     from mmqk.training.fork.start import load_start
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.ranks import set_threads, tune
+    from mmqk.training.saving import last_checkpoint
 
     tune(ranks.trainer.strategy.root_device)
     set_threads(run.threads)
@@ -198,9 +198,9 @@ def _attach(
 ) -> None:
     """Give Lightning's Trainer the callbacks and loggers of the run."""
     from mmqk.monitors.own.callback import RunMonitor
-    from mmqk.training.checkpoint import Checkpoints, Lifecycle
     from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.loop import FLUSH_EVERY, Alarms, ProgressLine, StepLog, Validation
+    from mmqk.training.saving import Checkpoints, Lifecycle
 
     steps, at_start = run.trainer["max_steps"], {}
     if folder is not None:

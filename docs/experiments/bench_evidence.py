@@ -22,7 +22,7 @@ from mmqk.bench.facts import RULES, compared, departures, facts, scaled, scores,
 from mmqk.bench.kinds import SETTLED, findings
 from mmqk.bench.traces import Trace, alarms_in, labelled, metrics_table, outcomes, split_hash
 from mmqk.lab.metrics.outcomes import final_loss
-from mmqk.store import AlarmRules, parsed_tag, write_atomic
+from mmqk.store import AlarmRules, parse_tag, write_atomic
 from mmqk.store.rules import LOGITS, NORMS
 
 # Arms of the bench whose fault is that of a failure of the zoo.
@@ -47,14 +47,14 @@ def logs_of(trace: Trace) -> Iterator[tuple[str, dict[str, Any]]]:
             rules = AlarmRules(trace.run.warmup_steps, trace.run.planned_steps, names)
             alarms: dict[str, int] = {}
             for alarm in alarms_in(thin[[t for t in map(str, thin) if _is_read(t)]], rules):
-                key = f"{alarm.name} {parsed_tag(alarm.tag).statistic}"
+                key = f"{alarm.name} {parse_tag(alarm.tag).statistic}"
                 alarms[key] = max(alarms.get(key, 0), int(alarm.step > trace.label.begins))
             signs = {finding.sign.name: finding.step for finding in findings(thin)}
             yield f"{every} {split}", {"signs": signs, "alarms": alarms}
 
 
 def _is_read(tag: str) -> bool:
-    parsed = parsed_tag(tag)
+    parsed = parse_tag(tag)
     return parsed.statistic in READ and not (parsed.statistic == "grad_norm" and parsed.modality)
 
 
@@ -127,7 +127,7 @@ def thresholds() -> dict[str, float]:
         if trace.healthy and trace.side == "develop":
             for tag in compared(trace.metrics):
                 score = together(scores(scaled(trace.metrics, tag))[0]).loc[SETTLED:].max()
-                name = parsed_tag(tag).statistic
+                name = parse_tag(tag).statistic
                 found[name] = max(found.get(name, 0.0), round(float(score), 3))
     return found
 
@@ -140,7 +140,7 @@ def departed() -> dict[str, list[int]]:
     for trace in [trace for trace in bench() if trace.side == "judge"]:
         left: dict[str, int] = {}
         for one in departures(trace.metrics, limits):
-            for name in (parsed_tag(one.tag).statistic, "any"):
+            for name in (parse_tag(one.tag).statistic, "any"):
                 left[name] = max(left.get(name, 0), one.step)
         place = 2 if trace.healthy else 0
         for name, count in counts.items():

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from mmqk.bench.kinds import SIGNS
-from mmqk.store import parsed_tag
+from mmqk.store import parse_tag
 
 FILE = Path(__file__).with_name("evidence.json")
 SPACINGS = (1, 10, 50)  # steps between two rows of a log
@@ -107,8 +107,8 @@ def shape(metrics: pd.DataFrame) -> dict[str, list[float]] | None:
     parts: dict[str, list[float]] = {}
     edges = np.linspace(metrics.index[0], metrics.index[-1], TENTHS + 1)
     for name in SHAPED:
-        tags = [t for t in metrics if parsed_tag(t).statistic == name and (name == SHAPED[2] or t == name)]
-        values = metrics[[tag for tag in tags if parsed_tag(tag).head is None]].max(axis=1).dropna()
+        tags = [t for t in metrics if parse_tag(t).statistic == name and (name == SHAPED[2] or t == name)]
+        values = metrics[[tag for tag in tags if parse_tag(tag).head is None]].max(axis=1).dropna()
         logs = np.log(values[(values > 0) & np.isfinite(values)])
         levels = [logs[(logs.index >= a) & (logs.index <= b)].median() for a, b in itertools.pairwise(edges)]
         if len(logs) < FEWEST or np.isnan(levels).any():

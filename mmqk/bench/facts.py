@@ -15,7 +15,7 @@ import pandas as pd
 
 from mmqk.bench.kinds import SETTLED
 from mmqk.bench.rules import WINDOW
-from mmqk.store.metrics import parsed_tag
+from mmqk.store.metrics import parse_tag
 from mmqk.store.rules import QUARTILES_TO_STD
 
 TINY = 0.01  # nats: far below what text or image tokens leave
@@ -116,7 +116,7 @@ class Departure:
 
 def compared(metrics: pd.DataFrame) -> list[str]:
     """Return the series that are compared."""
-    tags = [(str(tag), parsed_tag(str(tag))) for tag in metrics]
+    tags = [(str(tag), parse_tag(str(tag))) for tag in metrics]
     return [
         t
         for t, p in tags
@@ -138,7 +138,7 @@ def scores(series: pd.Series) -> tuple[pd.Series, pd.Series, pd.Series]:
 def scaled(metrics: pd.DataFrame, tag: str) -> pd.Series:
     """Return a series as it is compared, without empty rows."""
     series = metrics[tag].dropna()
-    positive = parsed_tag(tag).statistic not in LINEAR and (series > 0).all()
+    positive = parse_tag(tag).statistic not in LINEAR and (series > 0).all()
     return np.log(series) if positive else series
 
 
@@ -153,10 +153,10 @@ def departures(metrics: pd.DataFrame, limits: Mapping[str, float]) -> list[Depar
     found = []
     for tag in compared(metrics):
         series = scaled(metrics, tag)
-        if parsed_tag(tag).statistic not in limits or len(series) < SHORT:
+        if parse_tag(tag).statistic not in limits or len(series) < SHORT:
             continue
         score, middle, deviation = scores(series)
-        limit = limits[parsed_tag(tag).statistic]
+        limit = limits[parse_tag(tag).statistic]
         outside = (together(score) > limit) & ((score.index >= SETTLED) | np.isinf(series))
         if not outside.any():
             continue
@@ -167,7 +167,7 @@ def departures(metrics: pd.DataFrame, limits: Mapping[str, float]) -> list[Depar
         inside = side * later < side * edge
         calm = inside.rolling(IN_A_ROW).min().shift(1 - IN_A_ROW) == 1
         back = int(str(calm.idxmax())) if calm.any() else None
-        logs = (metrics[tag].dropna() > 0).all() and parsed_tag(tag).statistic not in LINEAR
+        logs = (metrics[tag].dropna() > 0).all() and parse_tag(tag).statistic not in LINEAR
         center, edge = (float(np.exp(center)), float(np.exp(edge))) if logs else (center, edge)
         found.append(
             (-abs(float(score[at])) / limit, Departure(int(str(at)), tag, float(metrics[tag][at]), center, edge, back))

@@ -15,7 +15,7 @@ import pandas as pd
 from mmqk.bench.traces import HEALTHY, LASTING, NONE, Label, Trace, parts_of
 from mmqk.lab.formatting import markdown_table
 from mmqk.lab.runs import Run
-from mmqk.store.metrics import parsed_tag
+from mmqk.store.metrics import parse_tag
 
 DONT_KNOW, NO_FAULT = "don't know", "no fault"
 SETTLED = 60  # first step of the readings that compare a value with earlier ones
@@ -34,7 +34,7 @@ def cosine(values: pd.DataFrame) -> pd.DataFrame:
     """The largest absolute logit of a layer at the first probe over the product of the largest norms of its queries
     and keys: at most the softmax scale, 1 / sqrt(head_dim)."""
     row = values.iloc[:1]
-    layers = {parsed_tag(tag).layer for tag in row}
+    layers = {parse_tag(tag).layer for tag in row}
     parts = {
         f"attn_logit_absmax/layer{layer:02d}": [
             row.filter(regex=f"^{name}/.*/layer{layer:02d}$").max(axis=1)
@@ -146,7 +146,7 @@ class Finding:
 def values_of(sign: Sign, metrics: pd.DataFrame) -> pd.DataFrame:
     """Return the series that a sign reads, without empty rows."""
     names = sign.statistic.split()
-    tags = [t for t in metrics if parsed_tag(t).statistic in names and parsed_tag(t).head is None]
+    tags = [t for t in metrics if parse_tag(t).statistic in names and parse_tag(t).head is None]
     return metrics[tags].dropna(how="all")
 
 
@@ -215,7 +215,7 @@ def places(traces: Sequence[Trace]) -> str:
     right = []
     for label, found in [(trace.label, findings(trace.metrics)[:1]) for trace in traces]:
         if found and found[0].sign.kind == label.kind and (label.layer, label.modality) != (None, None):
-            tag = parsed_tag(found[0].series)
+            tag = parse_tag(found[0].series)
             right.append(tag.layer == label.layer if label.modality is None else tag.modality == label.modality)
     return f"layer or modality of the first sign: right in {sum(right)} of {len(right)} runs"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from mmqk.store.metrics import parsed_tag
+from mmqk.store.metrics import parse_tag
 from mmqk.store.rules import QUARTILES_TO_STD
 
 Rule = Callable[[pd.DataFrame], pd.Series]
@@ -22,7 +22,7 @@ PROBES = 5
 
 def columns(metrics: pd.DataFrame, statistic: str) -> pd.DataFrame:
     """Return the series of a statistic over modalities and layers, without heads and without empty rows."""
-    tags = [tag for tag in metrics if parsed_tag(tag).statistic == statistic and parsed_tag(tag).head is None]
+    tags = [tag for tag in metrics if parse_tag(tag).statistic == statistic and parse_tag(tag).head is None]
     return metrics[tags].dropna(how="all")
 
 

@@ -23,7 +23,7 @@ from mmqk.diagnose.names import mapping_of
 from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
 from mmqk.lab.formatting import number, render, short, source
 from mmqk.lab.page.drawing import PALETTE, RC
-from mmqk.store import UserError, differing_fields, parsed_tag
+from mmqk.store import UserError, differing_fields, parse_tag
 from mmqk.store.formatting import plural, text_table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -182,8 +182,8 @@ def _events(found: Diagnosis) -> list[Section]:
     head = ["step", "series", "value", "its past", "limit", "back at", *rates]
     rows = [
         [f"{d.step:,}", d.tag, number(d.value), number(d.before), number(d.limit), f"{d.back:,}" if d.back else "–",
-         "{} of {}".format(*found.departure_rates[parsed_tag(d.tag).statistic][:2]),
-         "{} of {}".format(*found.departure_rates[parsed_tag(d.tag).statistic][2:])]
+         "{} of {}".format(*found.departure_rates[parse_tag(d.tag).statistic][:2]),
+         "{} of {}".format(*found.departure_rates[parse_tag(d.tag).statistic][2:])]
         for d in found.departures[:MOST_ROWS]
     ]  # fmt: skip
     note = (

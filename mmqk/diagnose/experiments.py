@@ -25,7 +25,7 @@ from mmqk.bench.traces import LASTING, SMOOTH, metrics_table
 from mmqk.inspection.step import Position
 from mmqk.lab.runs import Run, read_runs
 from mmqk.store import UserError
-from mmqk.store.checkpoints import checkpoints_in, step_of
+from mmqk.store.checkpoint_files import checkpoints_in, step_of
 
 SHORT = 5  # values of a median that shows an event of more than one step
 NOT_FINITE = 1e30  # stands for a value that is not finite

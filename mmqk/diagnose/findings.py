@@ -23,7 +23,7 @@ from mmqk.bench.facts import Departure, Fact, departures, facts
 from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope
 from mmqk.bench.traces import LASTING, alarms_in
 from mmqk.diagnose.logs import Log
-from mmqk.store import Alarm, AlarmRules, find_file, parsed_tag
+from mmqk.store import Alarm, AlarmRules, find_file, parse_tag
 
 ANY_LOG = ("loss", "lr", "grad_norm", "tokens_per_s")  # statistics that are not of the model
 BENCH_STEPS = 600  # length of the runs on which rates were measured
@@ -131,13 +131,13 @@ def tables() -> dict[str, Any]:
 def diagnose(log: Log) -> Diagnosis:
     """Return what a log shows."""
     metrics = log.metrics
-    statistics = {parsed_tag(tag).statistic for tag in metrics}
+    statistics = {parse_tag(tag).statistic for tag in metrics}
     losses = metrics[[tag for tag in metrics if str(tag) == "loss" or str(tag).startswith("loss/")]].dropna(how="all")
     every = float(np.median(np.diff(losses.index))) if len(losses) > 1 else 1.0
     split = any(str(tag).startswith("loss/") for tag in metrics)
     rates = Rates("judge", statistics, every, split)
     left = departures(metrics, evidence()["departures"])
-    of_left = {parsed_tag(one.tag).statistic for one in left}
+    of_left = {parse_tag(one.tag).statistic for one in left}
     fired = _alarms(log, rates)
     found = findings(metrics)
     kinds = [_kind(finding, rates, statistics) for finding in found]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.checkpoint import load_checkpoint, model_of, newest_checkpoint
-from mmqk.diagnose.checkpoints import call, read, reason_of
+from mmqk.diagnose.tensors import call, read, reason_of
 from mmqk.diagnose.weights import CAVEAT, LAWS, describe, grew, ranges_of
 from mmqk.interop.folders import read_huggingface
 from mmqk.model import EarlyFusionTransformer
@@ -222,7 +222,7 @@ def tables_of(
     """Return what checkpoints of one run, the oldest first, say.
 
     Args:
-        sources: as in `mmqk.diagnose.checkpoints.read`.
+        sources: as in `mmqk.diagnose.tensors.read`.
         batch: inputs for a probe of each checkpoint.
         blocks: as in `probe_with`.
         limit: a limit of the attention logits.

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mmqk.store import UserError, parsed_tag, tag
+from mmqk.store import UserError, parse_tag, tag
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 LAYER = re.compile(r"(?:^|[^a-z])(?:layers?|(?:res)?blocks?|h)[ ._/-]?(\d+)", re.IGNORECASE)
@@ -52,7 +52,7 @@ def tag_of(name: str) -> str | None:
     for statistic, names in STATISTICS.items():
         if names.fullmatch(rest):
             return tag(statistic, *([modality] if modality else []), layer=layer)
-    own = parsed_tag(name.removeprefix("train/"))
+    own = parse_tag(name.removeprefix("train/"))
     keeps = own.layer is not None or re.fullmatch(TABLE["own"], own.statistic.partition("/")[0])
     return name.removeprefix("train/") if keeps else None
 

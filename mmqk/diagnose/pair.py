@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from mmqk.diagnose.logs import Log
-from mmqk.store import UserError, parsed_tag
+from mmqk.store import UserError, parse_tag
 
 LIMIT = 6  # spreads
 FEWEST = 8  # values before the first compared one
@@ -69,7 +69,7 @@ def part(run: Log, reference: Log) -> list[Parting]:
     Raises:
         UserError: the logs have no series with a step in common.
     """
-    tables = {tag: table for tag, table in _both(run, reference).items() if parsed_tag(tag).head is None}
+    tables = {tag: table for tag, table in _both(run, reference).items() if parse_tag(tag).head is None}
     if not tables:
         raise UserError(f"{run.source} and {reference.source} have no series with a step in common: check --step")
     partings = [parting for tag, table in tables.items() if (parting := _parting(tag, table)) is not None]

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmqk.diagnose.checkpoints import Weights, reason_of
+from mmqk.diagnose.tensors import Weights, reason_of
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import ByModality, SigmaLinear
 from mmqk.model.norms import L2Norm, Norm

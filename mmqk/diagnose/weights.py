@@ -15,8 +15,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from mmqk.diagnose.checkpoints import Weights
 from mmqk.diagnose.projections import Projections, Side, is_centered, projections
+from mmqk.diagnose.tensors import Weights
 from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store.metrics import tag
 

@@ -29,7 +29,7 @@ from mmqk.lab import formatting as report
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.patch import named_function
 from mmqk.store import UserError, read_json, read_run
-from mmqk.store.checkpoints import checkpoints_in, step_of
+from mmqk.store.checkpoint_files import checkpoints_in, step_of
 from mmqk.store.formatting import plain, relative, text_table
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from mmqk.data.shards.manifest import load_manifest, manifest_hash
 from mmqk.data.tokenizers.files import SPECIALS
 from mmqk.model import ModelConfig
 from mmqk.store import UserError, find_file, read_metrics, relative, without_roots
-from mmqk.store.checkpoints import step_of
+from mmqk.store.checkpoint_files import step_of
 from mmqk.store.metrics import METRICS_NAME
 
 from .read import CHAMELEON

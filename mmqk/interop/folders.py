@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, model_of, newest_checkpoint, save_checkpoint
+from mmqk.data.ids import parse_vocab_sizes
 from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import OneSentenceParser, UserError, check_empty, find_file, new_folder, read_run
 from mmqk.store.files import DamagedFile, read_json
 from mmqk.store.formatting import plain
-from mmqk.store.metrics import parse_vocab_sizes
 
 from .card import model_card
 from .read import CHAMELEON, IMAGE_TOKENIZER, READ, WRITTEN, adopt
@@ -223,7 +223,7 @@ def read_model(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def write_run(model: EarlyFusionTransformer, out: Path) -> None:
-    """Write a folder that `mmqk.training.checkpoint.load_model` can read.
+    """Write a folder that `mmqk.checkpoint.load_model` can read.
 
     Raises:
         UserError: `out` is not empty or cannot be written.

@@ -171,7 +171,7 @@ class Run:
     @cached_property
     def tags(self) -> dict[str, Tag]:
         """The parsed tag of each series, by its name; a name that is not a tag becomes the statistic."""
-        return {name: store.parsed_tag(name) for name in self._columns.series}
+        return {name: store.parse_tag(name) for name in self._columns.series}
 
     @cached_property
     def _by_statistic(self) -> dict[str, list[tuple[str, Tag]]]:

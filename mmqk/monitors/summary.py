@@ -18,7 +18,7 @@ from mmqk.store.errors import UserError
 from mmqk.store.files import write_json
 from mmqk.store.folder import STATUS_NAME
 from mmqk.store.formatting import percent, plain
-from mmqk.store.metrics import MetricsWriter, last_metrics, parsed_tag
+from mmqk.store.metrics import MetricsWriter, last_metrics, parse_tag
 
 
 def summary_parts(
@@ -63,7 +63,7 @@ def missing_series(tags: Collection[str], names: Collection[str]) -> str:
         names: names of the modalities.
     """
     by_statistic: dict[str, set[int | None]] = {}
-    for tag in map(parsed_tag, tags):
+    for tag in map(parse_tag, tags):
         if tag.modality in names:
             by_statistic.setdefault(tag.statistic, set()).add(tag.layer)
     layers = len(by_statistic.get("q_norm", ()))
@@ -112,7 +112,7 @@ MASS_WARNINGS = {
 def warn_of_mass(values: Mapping[str, float], step: int, warned: set[str]) -> None:
     """Warn once of attention on hidden keys, on padding, and on other documents; add the statistics to ``warned``."""
     for statistic, text in MASS_WARNINGS.items():
-        masses = {tag: x for tag, x in values.items() if parsed_tag(tag).statistic.endswith(statistic)}
+        masses = {tag: x for tag, x in values.items() if parse_tag(tag).statistic.endswith(statistic)}
         worst = max(masses, key=masses.__getitem__, default="")
         if worst and masses[worst] > NOTABLE_MASS and statistic not in warned:
             warned.add(statistic)
@@ -224,7 +224,7 @@ class LiveAlarms:
                 alarm = replace(alarm, sentence=f"{alarm.sentence}; the first is {site}")
             if self.folder is not None:
                 append_alarms(self.folder, [alarm])
-            parsed = parsed_tag(alarm.tag)
+            parsed = parse_tag(alarm.tag)
             kind = (alarm.name, parsed.statistic, parsed.modality)
             if kind not in self._printed:
                 self._printed.add(kind)
@@ -249,7 +249,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the reductions over layers of the statistics in `REDUCERS`; values by head are ignored."""
     layers: dict[str, list[float]] = {}
     for name, value in metrics.items():
-        parsed = parsed_tag(name)
+        parsed = parse_tag(name)
         if parsed.head is None and parsed.layer is not None:
             layers.setdefault(name.rpartition("/")[0], []).append(value)
     return {  # with a NaN, Python's max would depend on the order of values

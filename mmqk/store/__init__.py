@@ -41,5 +41,5 @@ from mmqk.store.folder import (
     read_status,
 )
 from mmqk.store.formatting import clock, dashboards, relative, relative_word, without_roots
-from mmqk.store.metrics import MetricsWriter, Tag, last_metrics, parse_tag, parsed_tag, read_metrics, tag
+from mmqk.store.metrics import MetricsWriter, Tag, last_metrics, parse_tag, read_metrics, tag
 from mmqk.store.rules import Alarm

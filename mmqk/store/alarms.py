@@ -19,7 +19,7 @@ from typing import Any
 
 from mmqk.store import rules
 from mmqk.store.files import as_json, naming, write_atomic
-from mmqk.store.metrics import from_json, parsed_tag, tag
+from mmqk.store.metrics import from_json, parse_tag, tag
 from mmqk.store.rules import Alarm, Rule, RuleOfEach
 
 ALARMS_NAME = "alarms.jsonl"
@@ -57,7 +57,7 @@ class Divergence(Rule):
 
     def diverged(self, step: int, tag: str, loss: float) -> Alarm | None:
         """Add a loss; return an alarm if the loss has diverged, now or earlier."""
-        modality = parsed_tag(tag).modality
+        modality = parse_tag(tag).modality
 
         def alarm(value: float, threshold: float, sentence: str) -> Alarm:
             return Alarm("divergence", step, tag, value, threshold, sentence)
@@ -189,7 +189,7 @@ class AlarmRules:
         for name, value in values.items():
             for kind, series, *given in self._rules_of(name, values):
                 alarms.append(self._rules[kind][series].update(step, series, *given))
-            statistic, modality, *_ = parsed_tag(name)
+            statistic, modality, *_ = parse_tag(name)
             if modality is not None and statistic == "val_unigram":
                 self._unigram[modality] = value
             elif modality is not None and statistic == "loss" and self._is_trained(modality):
@@ -198,7 +198,7 @@ class AlarmRules:
 
     def _rules_of(self, name: str, values: Mapping[str, float]) -> Iterator[tuple[Any, ...]]:
         """Yield the kind of each rule that reads a series, the series, its value, and what else the rule reads."""
-        statistic, modality, layer, head = parsed_tag(name)
+        statistic, modality, layer, head = parse_tag(name)
         value = values[name]
         loss = statistic == "loss" and self._is_trained(modality)
         # Use only the global gradient norm: norms by parameter are measured at probes, not at each step.
@@ -233,7 +233,7 @@ class AlarmRules:
         began, self._not_finite = bool(bad) and not self._not_finite, bool(bad)
         if not began:
             return None
-        layers = {name: layer for name in bad if (layer := parsed_tag(name).layer) is not None}
+        layers = {name: layer for name in bad if (layer := parse_tag(name).layer) is not None}
         first = min(layers, key=layers.__getitem__) if layers else bad[0]
         more = f"; other series of this step that are not finite: {len(bad) - 1}" if len(bad) > 1 else ""
         return Alarm("non_finite", step, first, values[first], math.inf, f"{first} became {values[first]}{more}")

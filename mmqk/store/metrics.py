@@ -25,7 +25,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from mmqk.store.errors import UserError
 from mmqk.store.files import as_json, naming, write_atomic
 
 METRICS_NAME = "metrics.jsonl"
@@ -71,12 +70,9 @@ def tag(statistic: str, *modalities: str, layer: int | None = None, head: int | 
     return "/".join(parts)
 
 
+@lru_cache(maxsize=65536)
 def parse_tag(text: str) -> Tag:
-    """Return the parts of ``text``, the inverse of `tag`.
-
-    Raises:
-        ValueError: ``text`` is not a tag.
-    """
+    """Return the parts of a tag, the inverse of `tag`; a name of any other form is a statistic as a whole."""
     statistic, *rest = text.split("/")
     head = layer = None
     if rest and (match := _HEAD.fullmatch(rest[-1])) and len(rest) > 1 and _LAYER.fullmatch(rest[-2]):
@@ -86,36 +82,8 @@ def parse_tag(text: str) -> Tag:
         layer = int(match[1])
         rest.pop()
     if not statistic or len(rest) > 1 or "" in rest:
-        raise ValueError(f"{text!r} is not a tag of the form statistic/modality/layerNN/headNN")
+        return Tag(text)
     return Tag(statistic, rest[0] if rest else None, layer, head)
-
-
-@lru_cache(maxsize=65536)
-def parsed_tag(name: str) -> Tag:
-    """Return the parts of a tag; a name that is not a tag becomes the statistic."""
-    try:
-        return parse_tag(name)
-    except ValueError:
-        return Tag(name)
-
-
-def parse_vocab_sizes(text: str) -> dict[str, int]:
-    """Return the number of ids by modality, in the order of the ids.
-
-    Raises:
-        UserError: the text does not have this form, or a name cannot be part of a tag.
-    """
-    try:
-        pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
-    except ValueError:
-        pairs = []
-    sizes = dict(pairs)
-    named = all(name.isidentifier() and not _LAYER.fullmatch(name) for name in sizes)
-    if not sizes or not named or len(sizes) < len(pairs) or min(sizes.values()) < 1:
-        raise UserError(
-            f"--vocab-sizes is {text!r}: give each modality once with its number of ids, such as text=65536,image=8192."
-        )
-    return sizes
 
 
 class MetricsWriter:

@@ -11,5 +11,5 @@ The initial weights, and one optimizer step in the order of the calls:
 | update, learning rate                   | `optimizers.make_optimizer`, `optimizers.lr_multiplier`                |
 | remedies that change weights            | `module.TrainingModule._after_update` with `guards`                    |
 | log, divergence, validation, alarms     | `loop.StepLog`, `loop.Validation`, `loop.Alarms`                       |
-| checkpoint, status, end after a signal  | `checkpoint.Checkpoints`, `checkpoint.Lifecycle`                       |
+| checkpoint, status, end after a signal  | `saving.Checkpoints`, `saving.Lifecycle`                               |
 """

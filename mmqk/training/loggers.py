@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk import store
 from mmqk.monitors import summary
-from mmqk.store import Alarm, MetricsWriter, UserError, naming, parsed_tag, read_alarms
+from mmqk.store import Alarm, MetricsWriter, UserError, naming, parse_tag, read_alarms
 from mmqk.store.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     kept = {}
     for name, value in metrics.items():
-        parsed = parsed_tag(name)
+        parsed = parse_tag(name)
         if parsed.statistic in _WHOLE and parsed.head is None and parsed.layer is None:
             kept[name] = value
     return kept | summary.over_layers(metrics)

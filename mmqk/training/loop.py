@@ -26,10 +26,10 @@ from mmqk.distributed import first_of_ranks
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.progress import Progress
 from mmqk.store import Alarm, AlarmRules, DivergenceRule, UserError
-from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
-from mmqk.training.checkpoint import Checkpoints, Interrupted, ends_step
+from mmqk.store.checkpoint_files import PARTIAL_SUFFIX, checkpoint_name
 from mmqk.training.loggers import RunLogger, StoryLogger
 from mmqk.training.module import StepRecord, TrainingModule
+from mmqk.training.saving import Checkpoints, Interrupted, ends_step
 
 FLUSH_EVERY = 10  # steps
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.backends import kernel_name
 from mmqk.store import UserError
-from mmqk.training.checkpoint import CheckpointFiles
+from mmqk.training.saving import CheckpointFiles
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig

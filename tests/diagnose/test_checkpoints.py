@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmqk.checkpoint import PREFIX, save_checkpoint
-from mmqk.diagnose.checkpoints import read
+from mmqk.diagnose.tensors import read
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mmqk.checkpoint import PREFIX, save_checkpoint
-from mmqk.diagnose.checkpoints import Tensors, Weights, read
 from mmqk.diagnose.projections import projections, rope_factor
+from mmqk.diagnose.tensors import Tensors, Weights, read
 from mmqk.diagnose.weights import bounds, describe, grew
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model.attention import apply_rope, rope_tables

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mmqk.data.ids import parse_vocab_sizes
 from mmqk.interop import from_transformers
 from mmqk.interop.read import config_of
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError
-from mmqk.store.metrics import parse_vocab_sizes
 from tests.interop.models import VOCABULARY, VQ, logits_of, some_ids, tiny
 
 LLAMA, QWEN3, OLMO2 = "LlamaForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"

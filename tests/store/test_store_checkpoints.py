@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.store import checkpoints as store
+from mmqk.store import checkpoint_files as store
 from mmqk.store import files
-from mmqk.store.checkpoints import (
+from mmqk.store.checkpoint_files import (
     FOOTER_BYTES,
     DamagedError,
     check_digest,

@@ -12,7 +12,7 @@ import torch
 from mmqk.lab.runner.table import follow
 from mmqk.lab.runs import read_runs
 from mmqk.store import alarms_of, read_alarms, read_metrics, read_status, rules
-from mmqk.store.checkpoints import checkpoints_in, step_of
+from mmqk.store.checkpoint_files import checkpoints_in, step_of
 from mmqk.train import main
 from mmqk.training.module import TrainingModule
 from tests.training.runs import rewind, same, series, weights

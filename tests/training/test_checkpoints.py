@@ -12,9 +12,9 @@ from mmqk.checkpoint import load_checkpoint, load_model, save_checkpoint
 from mmqk.config import resolve
 from mmqk.interop.folders import read_model
 from mmqk.store import RunFolder, UserError, cli_main
-from mmqk.store.checkpoints import step_of
+from mmqk.store.checkpoint_files import step_of
 from mmqk.train import main
-from mmqk.training.checkpoint import last_checkpoint
+from mmqk.training.saving import last_checkpoint
 from tests.training.runs import checkpoint as step
 from tests.training.runs import rewind, same_run, series, status
 

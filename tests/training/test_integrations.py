@@ -20,8 +20,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from mmqk.config import resolve
 from mmqk.store import Alarm
 from mmqk.train import main
-from mmqk.training.checkpoint import Checkpoints
 from mmqk.training.loggers import Integration
+from mmqk.training.saving import Checkpoints
 from tests.training.runs import WHOLE, series
 
 # A warning of SQLAlchemy, which mlflow uses.

@@ -13,7 +13,7 @@ from mmqk.data.shards.names import expand
 from mmqk.data.tokens.folder import Layout, TokenWriter, load_array
 from mmqk.store import OneSentenceParser, UserError, check_empty, hash_fraction, new_folder
 from mmqk.store.files import writing
-from mmqk.store.metrics import parse_vocab_sizes
+from mmqk.store.metrics import tag
 
 EPILOG = """\
 An array is a .npy file. In a 2-D array each row is a document. A 1-D array NAME.npy takes the documents' lengths from
@@ -66,6 +66,26 @@ def main(argv: list[str] | None = None) -> int:
         counts = _write(args, layout)
     print(f"{args.out}: {counts['train']:,} training and {counts['val']:,} held-out documents")
     return 0
+
+
+def parse_vocab_sizes(text: str) -> dict[str, int]:
+    """Return the number of ids by modality, in the order of the ids, of ``--vocab-sizes text=65536,image=8192``.
+
+    Raises:
+        UserError: the text does not have this form, or a name cannot be part of a tag.
+    """
+    try:
+        pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
+        for name, _ in pairs:
+            tag("loss", name)
+    except ValueError:
+        pairs = []
+    sizes = dict(pairs)
+    if not sizes or not all(map(str.isidentifier, sizes)) or len(sizes) < len(pairs) or min(sizes.values()) < 1:
+        raise UserError(
+            f"--vocab-sizes is {text!r}: give each modality once with its number of ids, such as text=65536,image=8192."
+        )
+    return sizes
 
 
 def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:

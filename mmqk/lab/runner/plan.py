@@ -22,7 +22,7 @@ from mmqk.lab.grid import Grid
 from mmqk.lab.grid.arms import LR, Job, LrRule, parts_of
 from mmqk.lab.runner.pool import Task, standing
 from mmqk.store import UserError, identity_hash, read_run
-from mmqk.store.checkpoints import checkpoints_in, step_of
+from mmqk.store.checkpoint_files import checkpoints_in, step_of
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class View:
             (value, parsed.layer)
             for name, value in self.values.items()
             if name.startswith(f"{statistic}/")
-            and (parsed := store.parsed_tag(name)).head is None
+            and (parsed := store.parse_tag(name)).head is None
             and modality in (None, parsed.pair[0] if parsed.pair else parsed.modality)
         ]
         nans = [pair for pair in values if math.isnan(pair[0])]
@@ -280,7 +280,7 @@ def _alarms(views: Sequence[View]) -> list[Text]:
     kinds: dict[tuple[str, ...], list[Alarm]] = {}
     for view in views:
         for alarm in view.alarms:
-            parsed = store.parsed_tag(alarm.tag)
+            parsed = store.parse_tag(alarm.tag)
             kinds.setdefault((view.name, alarm.name, parsed.statistic, parsed.modality or ""), []).append(alarm)
     lines = []
     for (name, *_), alarms in sorted(kinds.items(), key=lambda kind: kind[1][0].step)[-ALARMS_SHOWN:]:

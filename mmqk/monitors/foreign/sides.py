@@ -26,7 +26,7 @@ from mmqk.monitors.foreign.isolate import unwrapped
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.store.errors import UserError
-from mmqk.store.metrics import parsed_tag, tag
+from mmqk.store.metrics import parse_tag, tag
 
 Ranges = range | Sequence[range]
 # Id ranges of each modality except text, or a function from the inputs to (B, T) modality numbers.
@@ -324,7 +324,7 @@ def cross_part(part: StatisticPart, q_names: Sequence[str], k_names: Sequence[st
     """Return the statistics with tags ``cross_...``, without the norms of the zeros that pad the queries and keys."""
 
     def is_padding(name: str) -> bool:
-        parsed = parsed_tag(name)
+        parsed = parse_tag(name)
         names = k_names if parsed.statistic.startswith(("k_", "v_")) else q_names
         return parsed.pair is None and parsed.modality not in (None, *names)
 

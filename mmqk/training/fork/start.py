@@ -19,7 +19,7 @@ from mmqk.model.linear import parameter_generator
 from mmqk.model.patch import named_function
 from mmqk.model.ranges import default_of
 from mmqk.store import UserError, differing_fields, flatten, write_json
-from mmqk.store.checkpoints import checkpoint_name
+from mmqk.store.checkpoint_files import checkpoint_name
 from mmqk.store.formatting import plain
 from mmqk.training.fork.measure import Change, change_of_function
 from mmqk.training.fork.state import callback_state, guards_state, loops_state, optimizer_state

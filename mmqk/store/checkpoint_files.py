@@ -1,4 +1,4 @@
-"""Checkpoint files: their names, and the digest that detects a changed byte.
+"""Names of checkpoint files, and the digest at their end that detects a changed byte (`mmqk.checkpoint`: the content).
 
 A checkpoint is torch's file plus a footer of `FOOTER_BYTES` bytes with the sha256 of everything before it. The footer
 is part of the file, so a rename, a copy, a hard link or a kill cannot separate it from the content. torch and zip

@@ -1,4 +1,4 @@
-"""Finds the checkpoint of a resume; the callbacks that write checkpoints and the status of a run, and end it."""
+"""Saving and resuming: the callbacks that write checkpoints and the status of a run, and the checkpoint of a resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmqk.config.training import CheckpointConfig
 from mmqk.distributed import first_of_ranks, largest
 from mmqk.monitors.own.bad_site import first_bad_state
 from mmqk.store import MetricsWriter, RunFolder, UserError, disk_sentence
-from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name, checkpoints_in, set_aside, step_of, strays_in
+from mmqk.store.checkpoint_files import PARTIAL_SUFFIX, checkpoint_name, checkpoints_in, set_aside, step_of, strays_in
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig

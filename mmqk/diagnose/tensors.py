@@ -22,7 +22,7 @@ from mmqk.checkpoint import PREFIX, newest_checkpoint
 from mmqk.model.patch import allow_patch, named_function
 from mmqk.monitors.foreign.layers import clean
 from mmqk.store import UserError, read_json
-from mmqk.store.checkpoints import check_digest
+from mmqk.store.checkpoint_files import check_digest
 
 # Keys of training checkpoints, the most specific first: the weights, the configuration, the step.
 _STATES = ("state_dict", "model_state_dict", "model", "module")
