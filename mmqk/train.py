@@ -118,7 +118,7 @@ def _parameters(run: RunConfig) -> int:
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
-    from mmqk.training.fork.start import load_start
+    from mmqk.training.fork import load_start
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.ranks import set_threads, tune
@@ -323,7 +323,7 @@ def _first_step(run: RunConfig) -> int:
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """Write the first checkpoint of a fork, from which the fork then resumes like any run."""
-    from mmqk.training.fork.start import PROBE_SEQUENCES, START_NAME, make_fork
+    from mmqk.training.fork import PROBE_SEQUENCES, START_NAME, make_fork
 
     if run.fork is None or checkpoints_in(folder.checkpoints) or (folder.path / START_NAME).exists():
         return

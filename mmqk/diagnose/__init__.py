@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     answer = way(options)
     text = json.dumps(as_json(answer.record), indent=1, ensure_ascii=False, allow_nan=False)
-    print(text if options.json else "\n".join([answer.title, *answer.lines]))
+    print(text if options.json else answer.text())
     options.out.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out / "diagnosis.json", text + "\n")
-    write_atomic(options.out / "index.html", answer.page or answers.plain_page(answer))
+    write_atomic(options.out / "index.html", answer.page())
     if not options.json:
         print(f"\n{options.out / 'index.html'}")
     return int(answer.found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import io
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from mmqk.store import UserError, differing_fields, parse_tag
 from mmqk.store.formatting import plural, text_table
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST_ROWS, WIDEST = 8, 56  # of a table, and characters of a cell of the terminal page
+MOST_ROWS, MOST_LINES, WIDEST = 8, 20, 56  # departures; rows of a table; characters of a cell in the terminal
 Section = tuple[str, list[list[str]], list[str]]  # title, table with its head (left out without rows), notes
 
 
@@ -37,26 +36,46 @@ class Answer:
 
     Attributes:
         title: the first line.
-        lines: the text, a terminal page.
+        parts: the parts of the text and of the page.
         record: the content of diagnosis.json, plain data.
         found: whether there is a finding.
-        page: the HTML page; None for a page with the title and the lines.
+        image: a PNG of the log.
     """
 
     title: str
-    lines: list[str]
+    parts: list[Section]
     record: dict[str, Any]
     found: bool
-    page: str | None = None
+    image: bytes | None = None
+
+    def text(self) -> str:
+        """Return the answer for the terminal; cells are cut at `WIDEST` characters, except in the last column."""
+        lines = [self.title]
+        for title, table, notes in self.parts:
+            lines += ["", title.upper()]
+            cut = [
+                [
+                    cell if len(cell) <= WIDEST or i == len(row) - 1 else f"{cell[: WIDEST - 1]}…"
+                    for i, cell in enumerate(map(one_line, row))
+                ]
+                for row in table
+            ]
+            lines += [f"  {row.rstrip()}" for row in text_table(cut, range(len(table[0])))] if table[1:] else []
+            lines += [f"  {one_line(note)}" for note in notes]
+        return "\n".join(lines)
+
+    def page(self) -> str:
+        """Return the answer as one HTML file."""
+        image = None if self.image is None else base64.b64encode(self.image).decode()
+        content = {"title": self.title, "parts": self.parts, "image": image, "css": source("page.css")}
+        return render("diagnose.html", content, TEMPLATES)
 
 
 def of_log(options: argparse.Namespace) -> Answer:
     """Diagnose one log."""
     log = read_log(options.files[0], mapping_of(options.map), options.step)
     found = diagnose(log)
-    parts, title = sections(found), title_of(found)
-    page = render("diagnose.html", content(title, parts, figure(log, found)), TEMPLATES)
-    return Answer(title, lines(parts), asdict(found), found.found, page)
+    return Answer(title_of(found), sections(found), asdict(found), found.found, figure(log, found))
 
 
 def of_pair(options: argparse.Namespace) -> Answer:
@@ -118,9 +137,15 @@ def of_experiments(options: argparse.Namespace) -> Answer:
 
 
 def _answer(title: str, tables: dict[str, pd.DataFrame], notes: list[str], found: bool) -> Answer:
-    lines = [line for name, table in tables.items() if len(table) for line in ("", name.upper(), *table_lines(table))]
+    """Return the answer of a way that finds tables."""
+    parts: list[Section] = []
+    for name, table in ((name, table.astype(object)) for name, table in tables.items() if len(table)):
+        rows = [[number(c) if isinstance(c, float) else str(c) for c in row] for row in table.to_numpy().tolist()]
+        more = [f"and {plural(len(rows) - MOST_LINES, 'row')} more"] if len(rows) > MOST_LINES else []
+        parts.append((name, [list(map(str, table)), *rows[:MOST_LINES]], more))
+    parts += [("notes", [], notes)] if notes else []
     plain: dict[str, Any] = {name: table.astype(object).to_dict("records") for name, table in tables.items()}
-    return Answer(title, [*lines, "", *notes], {"title": title, "notes": notes, "found": found, **plain}, found)
+    return Answer(title, parts, {"title": title, "notes": notes, "found": found, **plain}, found)
 
 
 def one_line(text: object) -> str:
@@ -129,15 +154,16 @@ def one_line(text: object) -> str:
 
 
 def title_of(found: Diagnosis) -> str:
-    """Return the first line: what fired first, or that no rule did."""
+    """Return the first line: what fired first, or that no rule did, and which series left its range first."""
     name = one_line(Path(found.source).name)
+    left = "".join(f"; {one_line(d.tag)} left its range at step {d.step:,}" for d in found.departures[:1])
     if not found.found:
         spikes = " but spikes, which a hard batch gives too" if found.alarms else ""
-        return f"{name}: no rule fired{spikes}"
+        return f"{name}: no rule fired{spikes}{left}"
     events = [(f.step, f.name) for f in found.facts] + [(k.step, f"sign of {k.kind}") for k in found.kinds]
     events += [(a.step, f"alarm {a.name}") for a in found.alarms if a.lasting]
     step, what = min(events)
-    return f"{name}: first at step {step:,}: {what}"
+    return f"{name}: first at step {step:,}: {what}{left}"
 
 
 def sections(found: Diagnosis) -> list[Section]:
@@ -230,34 +256,6 @@ def _near(found: Diagnosis) -> str:
     return said
 
 
-def lines(parts: Sequence[Section]) -> list[str]:
-    """Return the parts as text; cells are cut at `WIDEST` characters."""
-    text: list[str] = []
-    for title, table, notes in parts:
-        text += ["", title.upper()]
-        cut = [
-            [
-                cell if len(cell) <= WIDEST or i == len(row) - 1 else f"{cell[: WIDEST - 1]}…"
-                for i, cell in enumerate(map(one_line, row))
-            ]
-            for row in table
-        ]
-        text += [f"  {row.rstrip()}" for row in text_table(cut, set(range(9)))] if table[1:] else []
-        text += [f"  {one_line(note)}" for note in notes]
-    return text
-
-
-def content(title: str, parts: Sequence[Section], image: bytes | None = None) -> dict[str, Any]:
-    """Return the content of the template."""
-    data = None if image is None else base64.b64encode(image).decode()
-    return {"title": title, "parts": parts, "image": data, "css": source("page.css")}
-
-
-def plain_page(answer: Answer) -> str:
-    """Return the page of an answer that has none."""
-    return render("diagnose.html", content(answer.title, [("", [], []), ("Text", [], answer.lines)]), TEMPLATES)
-
-
 def figure(log: Log, found: Diagnosis) -> bytes | None:
     """Draw the losses and, below, the first series that left its range and is no loss; mark what fired. PNG."""
     losses = [t for t in map(str, log.metrics) if t.startswith("loss/")] or ["loss"]
@@ -285,11 +283,3 @@ def figure(log: Log, found: Diagnosis) -> bytes | None:
         png = io.BytesIO()
         FigureCanvasAgg(canvas).print_png(png, metadata={"Software": None})
     return png.getvalue()
-
-
-def table_lines(table: pd.DataFrame, most: int = 20) -> list[str]:
-    """Return the first rows of a table as text."""
-    rows = table.astype(object).to_numpy().tolist()  # integers stay integers
-    cells = [[number(c) if isinstance(c, float) else one_line(str(c))[:WIDEST] for c in row] for row in rows]
-    cut = [f"  and {plural(len(table) - most, 'row')} more"] if len(table) > most else []
-    return [f"  {row.rstrip()}" for row in text_table([[str(c) for c in table], *cells[:most]], set(range(99)))] + cut

@@ -220,11 +220,11 @@ def _folder(folder: Path) -> Weights:
             f" {_METADATA}, or with checkpoints/."
         )
     for index in folder.glob(f"{paths[0].name.partition('-')[0]}*.index.json"):
-        shard_of = (read_json(index, {"weight_map": dict}, "download it again.") or {}).get("weight_map", {})
+        shard_of = (read_json(index, "download it again.") or {}).get("weight_map", {})
         lost = next((name for name in shard_of if clean(name) not in readers), None)
         if lost is not None:
             raise UserError(f"{folder} has no {lost}, which {index.name} lists in {shard_of[lost]}: add that file.")
-    state = read_json(folder / "trainer_state.json", {"global_step": int}, "restore it from a copy.") or {}
+    state = read_json(folder / "trainer_state.json", "restore it from a copy.") or {}
     step = state.get("global_step", _step(folder))
     return Weights(str(folder), "Hugging Face folder", Tensors(readers), _config(folder), step)
 

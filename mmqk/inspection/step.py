@@ -183,20 +183,7 @@ def inspect_step(
     weights = f"no losses: no checkpoint before step {step} is left; name one with --from"
     if path is not None:
         losses, weights = _measured(path, run, batch)
-    places, modality_BT = places_of(data), batch.modality_BT.where(batch.valid_BT, -1)
-    micro = run.data.batch_size // run.trainer["accumulate_grad_batches"]
-    record = [
-        {
-            "sequence": number,
-            "slot": data.order.mixture.draw(number).slot,
-            "micro_batch": place // micro,
-            "rank": place % micro // (micro // run.processes),
-            "samples": samples_of(data, places, number),
-            "tokens": {name: int((modality_BT[place] == m).sum()) for m, name in enumerate(names)},
-            "loss": losses[place],
-        }
-        for place, number in enumerate(numbers)
-    ]
+    record = _record(run, data, batch, numbers, losses)
     loudest = sorted(range(len(numbers)), key=lambda b: -max(losses[b].values(), default=0))[:shown]
     chosen = sorted(loudest)
     weighted = dict(zip(names, run.loss.weights_of(run.model.modalities), strict=True))
@@ -205,7 +192,7 @@ def inspect_step(
         where = [f"{sample['shard']} {sample['key']}" for sample in record[b]["samples"]]
         loss = [f"loss {name} {plain(value, 4)}" for name, value in losses[b].items()]
         view["facts"] = " · ".join([view["facts"], *loss, *where])
-    spread = run.processes > 1 or micro < run.data.batch_size
+    spread = run.processes > 1 or run.trainer["accumulate_grad_batches"] > 1
     rows = _rows(record, names, path is not None, spread)
     title = f"Step {step} reads sequences {numbers[0]} to {numbers[-1]}"
     page = {
@@ -224,6 +211,26 @@ def inspect_step(
     plain_record = {"step": step, "weights": None if path is None else str(path), "sequences": record}
     files = {"index.html": report.render("inspect.html", page, TEMPLATES, FILTERS), "step.json": plain_record}
     return files, [title, weights, "", *text_table(rows, set(range(len(rows[0]))))]
+
+
+def _record(
+    run: RunConfig, data: TokenDataModule, batch: TokenBatch, numbers: list[int], losses: list[dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Return for each sequence of a step its number, its place, its samples, its tokens and its losses."""
+    places, modality_BT = places_of(data), batch.modality_BT.where(batch.valid_BT, -1)
+    micro = run.data.batch_size // run.trainer["accumulate_grad_batches"]
+    return [
+        {
+            "sequence": number,
+            "slot": data.order.mixture.draw(number).slot,
+            "micro_batch": place // micro,
+            "rank": place % micro // (micro // run.processes),
+            "samples": samples_of(data, places, number),
+            "tokens": {name: int((modality_BT[place] == m).sum()) for m, name in enumerate(run.model.vocab_sizes)},
+            "loss": losses[place],
+        }
+        for place, number in enumerate(numbers)
+    ]
 
 
 def _measured(path: Path, run: RunConfig, batch: TokenBatch) -> tuple[list[dict[str, float]], str]:

@@ -342,7 +342,7 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
         notes.append(NO_GRID)
     if status.status == "running":
         notes.append("still running, or cut off")
-    forked = _noted(lambda: store.read_json(path / "fork.json", {"parent": dict | None}), notes) or {}
+    forked = _noted(lambda: store.read_json(path / "fork.json"), notes) or {}
     data = _noted(lambda: store.read_json(path / "data.json"), notes) or {}
     fork = entry.get("fork")
     if not fork and (parent := forked.get("parent")) is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from mmqk.store import rules
 from mmqk.store.files import as_json, naming, write_atomic
-from mmqk.store.metrics import from_json, parse_tag, tag
+from mmqk.store.metrics import parse_tag, tag, with_floats
 from mmqk.store.rules import Alarm, Rule, RuleOfEach
 
 ALARMS_NAME = "alarms.jsonl"
@@ -314,9 +314,6 @@ def _encode(alarm: Alarm) -> bytes:
 def alarm_of_line(line: bytes) -> Alarm | None:
     """Return the alarm in a line; None if the line is damaged."""
     try:
-        record = json.loads(line)
-        name, tag, sentence = (str(record[key]) for key in ("name", "tag", "sentence"))
-        value, threshold = (from_json(record[key]) for key in ("value", "threshold"))
-        return Alarm(name, int(record["step"]), tag, value, threshold, sentence)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return Alarm(**with_floats(json.loads(line)))
+    except (ValueError, TypeError, AttributeError):  # no JSON, other keys, no object
         return None

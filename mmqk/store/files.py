@@ -16,7 +16,6 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
 from typing import Any, BinaryIO
 
 from mmqk.store.errors import UserError
@@ -199,18 +198,11 @@ def read_utf8(path: Path, advice: str = RESTORE) -> str:
         raise DamagedFile(path, error.strerror or "it cannot be opened", advice) from error
 
 
-def read_json(
-    path: Path, types: Mapping[str, type | UnionType] | None = None, advice: str = RESTORE
-) -> dict[str, Any] | None:
-    """Return the JSON object in ``path``, or None if the file does not exist.
-
-    Args:
-        path: the file.
-        types: the types of the object's values. Keys may be missing, and other keys are accepted.
-        advice: end of the error message, which states what to do.
+def read_json(path: Path, advice: str = RESTORE) -> dict[str, Any] | None:
+    """Return the JSON object in ``path``, or None if the file does not exist; ``advice`` ends the error message.
 
     Raises:
-        DamagedFile: the path is not a regular file with a JSON object of these types.
+        DamagedFile: the path is not a file with a JSON object.
     """
     try:
         record = json.loads(path.read_bytes())
@@ -218,13 +210,10 @@ def read_json(
         return None
     except OSError as error:
         raise DamagedFile(path, error.strerror or str(error), advice) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedFile(path, f"it is not JSON: {error}", advice) from None
     if not isinstance(record, dict):
         raise DamagedFile(path, "it is not a JSON object", advice)
-    for key, kind in (types or {}).items():
-        if key in record and not isinstance(record[key], kind):
-            raise DamagedFile(path, f"its {key} is {record[key]!r:.40}", advice)
     return record
 
 
@@ -254,7 +243,6 @@ FOLDERS = ("configs", "data", "reports")
 # Folders in which the name of a config or a grid is looked up.
 CONFIGS = ("configs",)
 GRIDS = ("configs/ablations", "configs/claims", "configs/failures")
-LARGEST_GRID = 2**20  # bytes in which the key of a grid is looked up
 
 
 def find_file(path: str | Path) -> Path:
@@ -277,7 +265,7 @@ def _config(value: str, folders: Sequence[str]) -> str:
     """Return the value of ``--config`` with a shipped name replaced by the path of its file."""
     file = named_config(value, folders)
     grid = (file or named_config(value, GRIDS)) if folders == CONFIGS else None
-    if grid is not None and _is_grid(grid):
+    if grid is not None and re.search(rb"^arms\s*:", grid.read_bytes(), re.MULTILINE):
         raise UserError(
             f"{value} is a grid of runs, not the configuration of one run: train it with mmqk ablate {value}"
         )
@@ -292,15 +280,6 @@ def _config(value: str, folders: Sequence[str]) -> str:
         f"{value} is neither a file nor the name of a shipped {'grid' if folders == GRIDS else 'configuration'}: give a"
         f" path, or one of {', '.join(difflib.get_close_matches(value, names, n=1) or names)}"
     )
-
-
-def _is_grid(file: Path) -> bool:
-    """Return whether a YAML file has the key ``arms`` of a grid; False if it cannot be read."""
-    try:
-        with open(file, "rb") as content:
-            return re.search(rb"^arms\s*:", content.read(LARGEST_GRID), re.MULTILINE) is not None
-    except OSError:
-        return False  # the code that reads the file raises the error
 
 
 def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[str]:

@@ -276,7 +276,7 @@ class TrainingModule(L.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(with_grad.values(), gradient_clip_val, grad_norm)
             factor = (gradient_clip_val / (grad_norm + 1e-6)).clamp(max=1.0)  # as in clip_grads_with_norm_
             if isinstance(optimizer, SplitAdamW):
-                optimizer.clip(gradient_clip_val, grad_norm)
+                optimizer.clip(factor)
         if self.adagc is not None:
             gradients = [p.grad for p in with_grad.values() if p.grad is not None]
             self.adagc.clip(gradients, torch._foreach_norm(gradients), self.trainer.global_step)

@@ -289,9 +289,8 @@ class SplitAdamW(HeldOptimizer):
                 p.grad = summed(by_modality).sum(0)
 
     @torch.no_grad()
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale every modality's gradients by torch's clipping factor; ``norm`` is the norm of their sum."""
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    def clip(self, factor: Tensor) -> None:
+        """Scale every modality's gradients."""
         for by_modality in self._gradients.values():
             by_modality.mul_(factor)
 

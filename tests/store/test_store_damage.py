@@ -3,7 +3,6 @@ hundreds of ways."""
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -13,14 +12,7 @@ from mmqk.cli import watch
 from mmqk.store import DamagedFile, UserError, cli_main, read_json, write_json
 from tests.lab.fake_runs import write_demo
 
-DAMAGE = {
-    "cut": b'{"a": ',
-    "bytes": b'{"a": "\xff"}',
-    "empty": b"",
-    "list": b"[1]",
-    "levels": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "type": b'{"a": [1, "x"]}',
-}
+DAMAGE = {"cut": b'{"a": ', "bytes": b'{"a": "\xff"}', "empty": b"", "list": b"[1]"}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -28,10 +20,10 @@ def test_what_cannot_be_a_record_is_one_sentence_that_names_the_file(tmp_path, n
     path = tmp_path / "x.json"
     path.write_bytes(DAMAGE[name])
     with pytest.raises(UserError, match=r"x\.json cannot be read \(.+\): ask") as refusal:
-        read_json(path, {"a": str}, "ask")
+        read_json(path, "ask")
     assert len(str(refusal.value)) < 300 + len(str(path)) and "\n" not in str(refusal.value)
     path.write_text('{"a": "x"}')
-    assert read_json(path, {"a": str}) == {"a": "x"}
+    assert read_json(path) == {"a": "x"}
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
@@ -81,17 +73,3 @@ def test_a_damaged_record_of_a_run_is_named_on_the_page_without_its_folder(whole
     for name in ("run.json", "status.json", "data.json", "fork.json"):
         assert f"ts {name} cannot be read: it is not JSON" in page, name
     assert str(tmp_path) not in page
-
-
-@pytest.mark.parametrize("name", ["../other/seed0", "/etc", "."])
-def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
-    folder = tmp_path / "grid"
-    shutil.copytree(whole, folder)
-    shutil.copytree(folder / "mixed-0000000000", tmp_path / "other")
-    record = json.loads((folder / "ablation.json").read_text())
-    record["runs"][0]["folder"] = name
-    (folder / "ablation.json").write_text(json.dumps(record))
-    for command in (report.main, watch):
-        argv = ["--once", str(folder)] if command is watch else [str(folder), "--out", str(tmp_path / "page")]
-        assert cli_main(command)(argv) == 2
-        assert "runs[0] is " in capsys.readouterr().err

@@ -5,24 +5,71 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmqk.config.training import OptimConfig
+from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.order import sequence_numbers
-from mmqk.model import EarlyFusionTransformer
+from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 from mmqk.training.fork.measure import Change
 from mmqk.training.fork.weights import Carried
-from mmqk.training.optimizers import make_optimizer
+from mmqk.training.optimizers import lr_multiplier, make_optimizer
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
 
 # If the changed fields raise a loss by more than this (nats), the loss history starts again, because such a rise does
 # not count as a divergence.
 JUMP_NATS = 0.1
 SAME_DATA = ("data.val_", "data.batch_size")
+
+
+def forked_state(
+    run: RunConfig,
+    saved: dict[str, Any],
+    old: EarlyFusionTransformer,
+    new: EarlyFusionTransformer,
+    carried: Carried,
+    change: Change,
+    changed: list[str],
+) -> tuple[dict[str, Any], str]:
+    """Return the parts of the first checkpoint besides the model, and a sentence about the moments."""
+    fork = run.fork
+    assert fork is not None
+    parent = dict(fork.parent.config)
+    lr = run.optim.lr * lr_multiplier(run.optim, fork.parent.step, run.trainer["max_steps"])
+    optimizer, moments = optimizer_state(
+        saved["optimizer_states"][0],
+        (OptimConfig(**parent["optim"]), old, _trained(LossConfig(**parent["loss"]), old.config)),
+        (run.optim, new, _trained(run.loss, run.model)),
+        carried,
+        lr,
+        fork.new_moments,
+    )
+    # The schedule is at the parent's step, with the fork's peak.
+    groups = optimizer["param_groups"]
+    rates = {"base_lrs": [group["initial_lr"] for group in groups], "_last_lr": [group["lr"] for group in groups]}
+    rates["lr_lambdas"] = [None] * len(groups)
+    sizes = parent["data"]["batch_size"], run.data.batch_size, run.trainer["accumulate_grad_batches"]
+    touched = [*changed, *["fork_noise"] * bool(fork.noise), *["fork_new_moments"] * fork.new_moments]
+    state = {
+        "optimizer_states": [optimizer],
+        "lr_schedulers": [saved["lr_schedulers"][0] | rates],
+        "loops": loops_state(saved["loops"], fork.parent.step, *sizes, fork.skip_batches, fork.skipped),
+        "callbacks": callback_state(saved["callbacks"], touched, change),
+        "mmqk_guards": guards_state(saved.get("mmqk_guards", {}), old, new, carried),
+        "mmqk_run": run.record(),
+    }
+    return state, moments
+
+
+def _trained(loss: LossConfig, model: ModelConfig) -> list[str]:
+    weights = loss.weights_of(model.modalities)
+    return [name for name, weight in zip(model.modalities, weights, strict=True) if weight > 0]
 
 
 def _names_in_order(config: OptimConfig, model: EarlyFusionTransformer) -> tuple[list[str], dict[str, Any]]:
