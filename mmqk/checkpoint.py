@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.patch import is_allowed
@@ -25,9 +24,8 @@ from mmqk.store.checkpoint_files import (
     strays_in,
     write_checkpoint,
 )
+from mmqk.store.errors import reason_of
 
-# Parts that a resume needs besides the model.
-PARTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 PREFIX = "model."
 
 
@@ -63,14 +61,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except OSError:
         raise  # a disk error does not mean that the content is damaged
     except Exception as error:  # torch, zip and pickle raise different errors
-        reason = " ".join(str(error).split()).partition(". ")[0][:120].rstrip(".:") or type(error).__name__
-        raise CheckpointError(f"cannot be read ({reason})") from error
+        raise CheckpointError(f"cannot be read ({reason_of(error)})") from error
     if not isinstance(content, dict) or not isinstance(content.get("mmqk_model"), dict):
         raise CheckpointError("has no model configuration: it was not written by mmqk.train")
-    step = content.get("global_step", 0)
-    if type(step) is not int or step < 0:
-        raise CheckpointError("has no step number in the part global_step")
-    if "global_step" in content and named_step(path) not in (None, step):
+    step = content.get("global_step")
+    if step is not None and named_step(path) not in (None, step):
         raise CheckpointError(f"holds step {step}, but its name has another step")
     _check_weights(content)
     return content
@@ -84,32 +79,23 @@ def _check_weights(content: dict[str, Any]) -> None:
     try:
         with torch.device("meta"):  # do not draw initial weights
             model = EarlyFusionTransformer(ModelConfig.from_dict(content["mmqk_model"]), "math")
+        model.load_state_dict(_weights(content), assign=True)
     except Exception as error:
-        raise CheckpointError("has a model that this version of mmqk does not support") from error
-    weights = content.get("state_dict")
-    if not isinstance(weights, dict):
-        raise CheckpointError("lacks the part state_dict")
-    expected = {PREFIX + name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name in sorted(expected.keys() | weights.keys(), key=str):
-        if name not in weights:
-            raise CheckpointError(f"lacks the weights {name}")
-        if name not in expected:
-            raise CheckpointError(f"has weights {name}, which its model does not have")
-        if not isinstance(weights[name], Tensor) or weights[name].shape != expected[name]:
-            raise CheckpointError(f"has weights {name} that are not of shape {tuple(expected[name])}")
+        raise CheckpointError(f"has a model that this version of mmqk does not support ({reason_of(error)})") from error
 
 
-def check_parts(content: Mapping[str, Any]) -> None:
+def _weights(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(PREFIX): tensor for name, tensor in content["state_dict"].items()}
+
+
+def check_whole(content: Mapping[str, Any]) -> None:
     """Check that a run can resume or fork from a checkpoint.
 
     Raises:
-        CheckpointError: a part is missing.
+        CheckpointError: it has only weights.
     """
     if "global_step" not in content:
         raise CheckpointError("has only weights, such as those of an import: a run cannot resume or fork from it")
-    for name in PARTS:
-        if name not in content:
-            raise CheckpointError(f"lacks the part {name}")
 
 
 def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
@@ -118,15 +104,13 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
     Attention scale, caps and dropout have no parameters: only the stored configuration shows whether they differ.
 
     Raises:
-        CheckpointError: a part is missing, or the checkpoint belongs to another model or run.
+        CheckpointError: the checkpoint has only weights, or belongs to another model or run.
     """
-    check_parts(content)
+    check_whole(content)
     # `from_dict` adds the fields that the version of mmqk that wrote the checkpoint did not have.
     differing = differing_fields(asdict(ModelConfig.from_dict(content["mmqk_model"])), asdict(model))
     if differing:
         raise CheckpointError(f"is of another model (different: {', '.join(f'model.{n}' for n in differing)})")
-    if "mmqk_ranks" not in content:
-        raise CheckpointError("lacks the part mmqk_ranks")
     writer = content.get("mmqk_run")
     if isinstance(writer, dict) and writer.get("id") != id:
         raise CheckpointError(f"is of run {writer.get('id')} and not of this run, {id}")
@@ -146,7 +130,7 @@ def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = 
     try:
         content = read_checkpoint(path)
         if whole:
-            check_parts(content)
+            check_whole(content)
         return content
     except CheckpointError as error:
         raise UserError(f"The checkpoint {path} {error}: {advice}.") from error
@@ -186,5 +170,5 @@ def model_of(checkpoint: Mapping[str, Any], backend: str = "math") -> EarlyFusio
     model.to_empty(device="cpu")
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
-    model.load_state_dict({k.removeprefix(PREFIX): v for k, v in checkpoint["state_dict"].items()})
+    model.load_state_dict(_weights(checkpoint))
     return model.eval()

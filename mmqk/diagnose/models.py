@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.checkpoint import load_checkpoint, model_of, newest_checkpoint
-from mmqk.diagnose.tensors import call, read, reason_of
+from mmqk.diagnose.tensors import call, read
 from mmqk.diagnose.weights import CAVEAT, LAWS, describe, grew, ranges_of
 from mmqk.interop.folders import read_huggingface
 from mmqk.model import EarlyFusionTransformer
@@ -31,6 +31,7 @@ from mmqk.monitors import attach
 from mmqk.monitors.foreign.layers import clean
 from mmqk.monitors.foreign.trace import tensors_in
 from mmqk.store import UserError
+from mmqk.store.errors import reason_of
 
 Batch = dict[str, Tensor]  # model inputs by name
 Blocks = Mapping[str, range]

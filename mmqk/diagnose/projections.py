@@ -17,13 +17,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmqk.diagnose.tensors import Weights, reason_of
+from mmqk.diagnose.tensors import Weights
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import ByModality, SigmaLinear
 from mmqk.model.norms import L2Norm, Norm
 from mmqk.model.transformer import Block
 from mmqk.monitors.foreign.layers import layer_of
 from mmqk.store import UserError
+from mmqk.store.errors import reason_of
 
 _ROLES = {  # names of parameters after the number of the layer
     role: re.compile(rf"(?:.*\.)?(?:{names})\.(weight|bias|gain|scale)")

@@ -23,6 +23,7 @@ from mmqk.model.patch import allow_patch, named_function
 from mmqk.monitors.foreign.layers import clean
 from mmqk.store import UserError, read_json
 from mmqk.store.checkpoint_files import check_digest
+from mmqk.store.errors import reason_of
 
 # Keys of training checkpoints, the most specific first: the weights, the configuration, the step.
 _STATES = ("state_dict", "model_state_dict", "model", "module")
@@ -112,11 +113,6 @@ def read(source: str | Path) -> Weights:
     if not weights.tensors:
         raise UserError(f"{source} has no weights: give a file or folder with the parameters of a model.")
     return weights
-
-
-def reason_of(error: Exception) -> str:
-    """Return the first sentence of an error, without its end."""
-    return " ".join(str(error).split()).partition(". ")[0][:160].rstrip(".:") or type(error).__name__
 
 
 def call(source: str) -> Any:

@@ -22,6 +22,7 @@ from mmqk.data.ids import parse_vocab_sizes
 from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import OneSentenceParser, UserError, check_empty, find_file, new_folder, read_run
+from mmqk.store.errors import reason_of
 from mmqk.store.files import DamagedFile, read_json
 from mmqk.store.formatting import plain
 
@@ -180,8 +181,9 @@ def read_huggingface(folder: Path, known: Collection[str] | None = READ) -> PreT
                 ignore_mismatched_sizes=True,
             )
     except Exception as error:  # transformers, safetensors and pickle raise different errors
-        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-        raise UserError(f"{folder} cannot be loaded ({reason}): check that its files are complete.") from error
+        raise UserError(
+            f"{folder} cannot be loaded ({reason_of(error)}): check that its files are complete."
+        ) from error
     # transformers fills missing weights and weights of another shape with random numbers, and drops unknown weights.
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(IMAGE_TOKENIZER))
     if missing:
@@ -254,8 +256,7 @@ def _publishing(out: Path) -> Iterator[Path]:
         with new_folder(out) as folder:
             yield folder
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may raise any of them
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
-        raise UserError(f"{out} cannot be written ({reason}): give another --to.") from error
+        raise UserError(f"{out} cannot be written ({reason_of(error)}): give another --to.") from error
 
 
 @contextlib.contextmanager

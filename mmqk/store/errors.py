@@ -45,6 +45,12 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{message}: see {self.prog} --help")
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first sentence of an error in one line, without its end; its type if it has no text."""
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return text.partition(". ")[0][:160].rstrip(".:") or type(error).__name__
+
+
 def disk_sentence(error: OSError) -> str:
     """Return a sentence that names the file of a disk error, says what is wrong, and says what to do."""
     path = error.filename if isinstance(error.filename, str | os.PathLike) else "A file"

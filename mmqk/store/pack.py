@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmqk.store.errors import UserError
+from mmqk.store.errors import UserError, reason_of
 from mmqk.store.files import find_file, write_atomic
 from mmqk.store.folder import ABLATION_NAME, find_runs
 from mmqk.store.formatting import without_roots
@@ -157,9 +157,8 @@ def unpacked(path: Path) -> Path:
         zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, ValueError, LookupError,
         RuntimeError, OSError,
     ) as error:  # fmt: skip
-        reason = " ".join(str(error).split())
         advice = "give a file that mmqk pack has written"
-        raise UserError(f"{path} cannot be read as a pack ({reason}): {advice}") from error
+        raise UserError(f"{path} cannot be read as a pack ({reason_of(error)}): {advice}") from error
     return folder
 
 

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mmqk import store
 from mmqk.monitors import summary
 from mmqk.store import Alarm, MetricsWriter, UserError, naming, parse_tag, read_alarms
+from mmqk.store.errors import reason_of
 from mmqk.store.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
         try:
             logger, run_id, last = _OPEN[name](run, before.get("id"))
         except Exception as error:  # wandb, mlflow and their transports raise different errors
-            raise UserError(f"logging: {name} cannot start ({_reason(error)}): {_ADVICE[name]}.") from error
+            raise UserError(f"logging: {name} cannot start ({reason_of(error)}): {_ADVICE[name]}.") from error
         step = -1 if not before else max(before.get("step", -1), logged) if last is None else last
         known[name] = {"id": run_id, "step": step}
         store.write_json(path, known)
@@ -188,7 +189,7 @@ class Integration(RunLogger):
             call()
         except Exception as error:
             self._failed = True
-            lost = f"{self._kind} gets no further values ({_reason(error)}); {METRICS_NAME} has all values."
+            lost = f"{self._kind} gets no further values ({reason_of(error)}); {METRICS_NAME} has all values."
             print(lost, file=sys.stderr)
 
 
@@ -255,10 +256,6 @@ _ADVICE = {
 def _title(run: RunConfig) -> str:
     """Return the last two parts of the run folder's path: arm and seed in a grid."""
     return "/".join(run.out.resolve().parts[-2:])
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
 
 
 # TensorBoard: few tags, charts of all modalities, and alarms --------------------------------------------------

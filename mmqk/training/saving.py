@@ -62,7 +62,7 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
     if folder.state == "resume":
         mixed = "; another version of the code computed part of it" if "+" in folder.record["code"] else ""
         print(f"resuming from step {step} in {folder.path}{mixed}", file=sys.stderr)
-    if found is not None and (ranks := content["mmqk_ranks"]) != run.ranks:
+    if found is not None and (ranks := content.get("mmqk_ranks", run.ranks)) != run.ranks:
         print(
             f"step {step} was reached by {_described(ranks)} and the run continues with {_described(run.ranks)}:"
             " later numbers agree with those of an unchanged run up to rounding, and dropout masks differ.",

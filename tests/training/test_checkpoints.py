@@ -74,12 +74,11 @@ HARMS = {
     "emptied": (lambda path: os.truncate(path, 0), "is damaged or was not written"),
     "of another model": (foreign_model, "is of another model (different: model.attn_softcap)"),
     "of another run": (foreign_run, "is of run 0123456789"),
-    "without weights": (lambda path: change(path, state_dict={}), "lacks the weights model."),
-    "without moments": (lambda path: change(path, optimizer_states=None), "lacks the part optimizer_states"),
-    "without loops": (lambda path: change(path, loops=None), "lacks the part loops"),
-    "without ranks": (lambda path: change(path, mmqk_ranks=None), "lacks the part mmqk_ranks"),
-    "a step that is no number": (lambda path: change(path, global_step="8"), "has no step number"),
-    "misshapen": (misshapen, "has weights model.head.weight that are not of shape"),
+    "without weights": (
+        lambda path: change(path, state_dict={}),
+        "has a model that this version of mmqk does not support",
+    ),
+    "misshapen": (misshapen, "has a model that this version of mmqk does not support"),
     "of another step": (lambda path: change(path, global_step=10), "holds step 10, but its name has another step"),
 }
 
