@@ -1,7 +1,4 @@
-"""The LightningModule: the loss by modality, one training step, and the optimizer.
-
-Shapes are in the names: M modalities, R rows of sums.
-"""
+"""The LightningModule: the loss by modality, one training step, and the optimizer. M modalities, R rows of sums."""
 
 from __future__ import annotations
 
@@ -103,10 +100,10 @@ class TrainingModule(L.LightningModule):
         self.stored: dict[str, Any] = {"mmqk_model": asdict(model)}
         self.step_record: StepRecord | None = None
         self.step_watch: StepMonitor | None = None
-        self.qk_clip = None if self.optim_config.qk_clip is None else QKClip(self.model, self.optim_config.qk_clip)
         weights, chosen = self.loss_config.weights_of(model.modalities), self.optim_config
         self.trained_places = [i for i, weight in enumerate(weights) if weight > 0]
         self.trained_modalities = tuple(model.modalities[i] for i in self.trained_places)
+        self.qk_clip = None if chosen.qk_clip is None else QKClip(self.model, chosen.qk_clip)
         tensors = sum(p.requires_grad for p in self.model.parameters())
         self.adagc = None if chosen.adagc is None else AdaGC(tensors, chosen.adagc, chosen.warmup_steps)
         self.skip_step = None if chosen.skip_step is None else SkipStep(chosen.skip_step)
