@@ -225,7 +225,6 @@ def _attach(
     ]
     if not run.quiet:
         trainer.callbacks.append(ProgressLine(step_log))
-    # `RunLogger` must come before `Integration`.
     trainer.loggers = [RunLogger(run.out / METRICS_NAME), alarms.collected]
     if "tensorboard" in run.logging:
         board = StoryLogger(run.out, run.model.modalities, run.monitor.tensorboard_layers, resumed_at)

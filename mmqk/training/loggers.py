@@ -29,13 +29,18 @@ if TYPE_CHECKING:
 
 
 class RunLogger(Logger):
-    """Writes all values to metrics.jsonl, one line per step; an alarm of an earlier step adds another line
-    for that step."""
+    """Writes all values to metrics.jsonl, one line per step, or passes them to W&B or MLflow. An alarm of an earlier
+    step adds another line for that step.
 
-    def __init__(self, path):
+    Args:
+        path: metrics.jsonl. The first rank opens it with the first values.
+        integration: Gets the values instead.
+    """
+
+    def __init__(self, path: Path, integration: Integration | None = None):
         super().__init__()
-        self._path = path
-        self._writer: Any = None
+        self._path, self._integration = path, integration
+        self._writer: MetricsWriter | Integration | None = integration
         self._alarms: Counter[tuple[int, str]] = Counter()
 
     @property
@@ -50,11 +55,8 @@ class RunLogger(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         assert step is not None, "every value of a run belongs to a step"
         if self._writer is None:
-            self._writer = self._open()
+            self._writer = self._integration or MetricsWriter(self._path)
         self._writer.write(step, metrics)
-
-    def _open(self) -> Any:
-        return MetricsWriter(self._path)
 
     @rank_zero_only
     def log_alarms(self, alarms: Sequence[Alarm]) -> None:
@@ -95,7 +97,7 @@ def last_logged(run: RunConfig) -> int:
     return lines[-1]["step"] if lines else -1
 
 
-def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
+def open_integrations(run: RunConfig, logged: int) -> list[RunLogger]:
     """Open and return the loggers of ``run.logging`` other than TensorBoard. Call it only in the first process of a
     run.
 
@@ -123,33 +125,29 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
         step = -1 if not before else max(before.get("step", -1), logged) if last is None else last
         known[name] = {"id": run_id, "step": step}
         store.write_json(path, known)
-        opened.append(Integration(run.out, name, logger, step))
+        opened.append(RunLogger(run.out / METRICS_NAME, Integration(run.out, name, logger, step)))
     return opened
 
 
-class Integration(RunLogger):
+class Integration:
     """Passes the values of each step, in one call and under the names of metrics.jsonl, to a logger of Lightning.
 
     If W&B or MLflow raises an error during the run, such as a lost connection, the error is printed and the logger
     gets no further values. The run continues, and metrics.jsonl has all values.
 
     Args:
-        folder: The run folder.
+        folder: The run folder. If its metrics.jsonl has steps after ``step``, they are logged first.
         name: wandb or mlflow.
         logger: Lightning's logger.
-        step: Last step that the logger has received. If metrics.jsonl has later steps, they are logged first.
+        step: Last step that the logger has received.
     """
 
     def __init__(self, folder: Path, name: str, logger: Any, step: int):
-        super().__init__(folder / METRICS_NAME)
         self._folder, self._kind, self._logger, self._last = folder, name, logger, step
         self._failed, self._step = False, -1
         self._values: dict[str, float] = {}
-
-    def _open(self) -> Integration:
-        for line in store.read_metrics(self._path):
+        for line in store.read_metrics(folder / METRICS_NAME):
             self.write(line.pop("step"), line)
-        return self
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Collect the values of a step, like `MetricsWriter`; log them when a later step begins or on `flush`."""
@@ -163,7 +161,15 @@ class Integration(RunLogger):
         self._emit()
         self._safely(self._logger.save)
 
-    close = flush
+    def close(self) -> None:
+        """Flush, and end the run of the logger with the status of this run."""
+        self.flush()
+        stored = store.read_status(self._folder)
+        ended = "failed" if stored is None else stored.status
+        if self._kind == "wandb":
+            self._safely(lambda: self._logger.experiment.finish(exit_code=int(ended != "completed")))
+        else:
+            self._safely(lambda: self._logger.finalize(_MLFLOW_STATUS.get(ended, "FAILED")))
 
     def _emit(self) -> None:
         values, self._values = self._values, {}
@@ -171,16 +177,6 @@ class Integration(RunLogger):
             rest, most = iter(values.items()), _MOST_METRICS if self._kind == "mlflow" else len(values)
             while part := dict(islice(rest, most)):
                 self._safely(partial(self._logger.log_metrics, part, self._step))
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        super().finalize(status)
-        stored = store.read_status(self._folder)
-        ended = "failed" if stored is None else stored.status
-        if self._kind == "wandb":
-            self._safely(lambda: self._logger.experiment.finish(exit_code=int(ended != "completed")))
-        else:
-            self._safely(lambda: self._logger.finalize(_MLFLOW_STATUS.get(ended, "FAILED")))
 
     def _safely(self, call: Callable[[], Any]) -> None:
         if self._failed:

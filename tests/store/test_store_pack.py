@@ -152,6 +152,15 @@ def test_a_name_outside_the_folder_is_refused(name, tmp_path, monkeypatch):
     assert (unpacked(tmp_path / "good.zip") / "a/status.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_what_is_no_regular_file_is_refused(kind, tmp_path):
+    member = tarfile.TarInfo("a/run.json")
+    member.type, member.linkname = kind, "/etc/passwd"
+    write_zip(tmp_path / "bad.zip", member)
+    with pytest.raises(UserError, match="cannot be read as a pack"):
+        unpacked(tmp_path / "bad.zip")
+
+
 def test_a_zip_file_of_other_files_and_a_tar_that_is_cut_are_refused(tmp_path):
     write_zip(tmp_path / "whole.zip", tarfile.TarInfo("a/run.json"), content=b" " * 5000)
     with zipfile.ZipFile(tmp_path / "whole.zip") as archive:

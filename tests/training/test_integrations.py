@@ -20,7 +20,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from mmqk.config import resolve
 from mmqk.store import Alarm
 from mmqk.train import main
-from mmqk.training.loggers import Integration
+from mmqk.training.loggers import Integration, RunLogger
 from mmqk.training.saving import Checkpoints
 from tests.training.runs import WHOLE, series
 
@@ -132,7 +132,7 @@ class Kept(DummyLogger):
 
 def test_the_values_of_a_step_are_one_call_and_alarms_are_sent(tmp_path):
     kept = Kept()
-    logger = Integration(tmp_path, "wandb", kept, step=1)
+    logger = RunLogger(tmp_path / "metrics.jsonl", Integration(tmp_path, "wandb", kept, step=1))
     for step in (1, 2, 3):
         logger.log_metrics({"loss": float(step)}, step)
         logger.log_metrics({"q_norm/text/layer00": math.inf}, step)
@@ -146,16 +146,16 @@ def test_mlflow_gets_at_most_a_thousand_values_in_a_request(tmp_path):
     many = {f"value{i}": float(i) for i in range(2500)}
     for name, sizes in (("mlflow", [1000, 1000, 500]), ("wandb", [2500])):
         kept = Kept()
-        logger = Integration(tmp_path, name, kept, step=-1)
-        logger.log_metrics(many, 0)
-        logger.save()
+        integration = Integration(tmp_path, name, kept, step=-1)
+        integration.write(0, many)
+        integration.flush()
         assert [len(values) for _, values in kept.calls] == sizes
         assert {k: v for _, values in kept.calls for k, v in values.items()} == many
 
 
 def test_a_lost_connection_does_not_end_the_run_and_is_printed_once(tmp_path, capsys):
     kept = Kept(fails=1)
-    logger = Integration(tmp_path, "mlflow", kept, step=-1)
+    logger = RunLogger(tmp_path / "metrics.jsonl", Integration(tmp_path, "mlflow", kept, step=-1))
     for step in range(5):
         logger.log_metrics({"loss": 1.0}, step)
     logger.finalize("success")
