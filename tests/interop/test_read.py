@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmqk.data.ids import parse_vocab_sizes
+from mmqk.data.tokens.ids import parse_vocab_sizes
 from mmqk.interop import from_transformers
 from mmqk.interop.read import config_of
 from mmqk.model import EarlyFusionTransformer
