@@ -150,8 +150,8 @@ def newest_checkpoint(run: Path) -> Path:
     return checkpoints[-1]
 
 
-def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer:
-    """Return the model of a run's newest checkpoint, in fp32 and evaluation mode.
+def load_model(run: Path | str) -> EarlyFusionTransformer:
+    """Return the model of a run's newest checkpoint, in fp32 and evaluation mode, with the attention backend math.
 
     The model is built from the configuration in the checkpoint.
 
@@ -159,14 +159,14 @@ def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer
         UserError: the run has no checkpoint, or the newest one cannot be used.
     """
     path = newest_checkpoint(Path(run))
-    return model_of(load_checkpoint(path, "remove it to use the one before, or name another run"), backend)
+    return model_of(load_checkpoint(path, "remove it to use the one before, or name another run"))
 
 
-def model_of(checkpoint: Mapping[str, Any], backend: str = "math") -> EarlyFusionTransformer:
+def model_of(checkpoint: Mapping[str, Any]) -> EarlyFusionTransformer:
     """Return the model of a checkpoint that `load_checkpoint` has read, in fp32 and evaluation mode."""
     config = ModelConfig.from_dict(checkpoint["mmqk_model"])
     with torch.device("meta"):
-        model = EarlyFusionTransformer(config, backend)
+        model = EarlyFusionTransformer(config, "math")
     model.to_empty(device="cpu")
     if config.tie_embeddings:
         model.head.weight = model.embed.weight

@@ -50,10 +50,10 @@ class Score:
     kinds: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def threshold_of(scores: Sequence[pd.Series], share: float = FALSE_ALARMS) -> float:
-    """Return the lowest threshold that at most this share of runs exceeds."""
+def threshold_of(scores: Sequence[pd.Series]) -> float:
+    """Return the lowest threshold that at most a share of `FALSE_ALARMS` of the runs exceeds."""
     largest = sorted(series.max() if len(series.dropna()) else -math.inf for series in scores)
-    return float(largest[len(largest) - 1 - math.floor(share * len(largest))])
+    return float(largest[len(largest) - 1 - math.floor(FALSE_ALARMS * len(largest))])
 
 
 def begins(score: pd.Series, threshold: float) -> np.ndarray:

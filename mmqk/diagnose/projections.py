@@ -84,12 +84,12 @@ def projections(weights: Weights, notes: list[str]) -> Iterator[Projections]:
     A sentence on each thing that cannot be read is added to ``notes``.
     """
     try:
-        yield from _own_layers(weights) if weights.format == "mmqk checkpoint" else _named_layers(weights, notes)
+        yield from _of_mmqk(weights) if weights.format == "mmqk checkpoint" else _named_layers(weights, notes)
     except (UserError, RuntimeError, TypeError) as error:  # of load_state_dict after model.patch, of a newer config
         notes.append(f"{reason_of(error)}: no bounds are computed.")
 
 
-def _own_layers(weights: Weights) -> Iterator[Projections]:
+def _of_mmqk(weights: Weights) -> Iterator[Projections]:
     config = replace(ModelConfig.from_dict(weights.config), patch="")
     with torch.device("meta"):
         model = EarlyFusionTransformer(config, "math")

@@ -7,6 +7,7 @@ alarms. The file has one line per alarm, in the order in which alarms begin.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -304,16 +305,12 @@ def truncate_alarms(folder: Path, step: int) -> None:
 
 
 def _read(path: Path) -> list[Alarm]:
-    return [alarm for line in path.read_bytes().splitlines() if (alarm := alarm_of_line(line)) is not None]
+    alarms = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # a damaged line
+            alarms.append(Alarm(**with_floats(json.loads(line))))
+    return alarms
 
 
 def _encode(alarm: Alarm) -> bytes:
     return json.dumps(as_json(asdict(alarm)), separators=(",", ":")).encode() + b"\n"
-
-
-def alarm_of_line(line: bytes) -> Alarm | None:
-    """Return the alarm in a line; None if the line is damaged."""
-    try:
-        return Alarm(**with_floats(json.loads(line)))
-    except (ValueError, TypeError, AttributeError):  # no JSON, other keys, no object
-        return None

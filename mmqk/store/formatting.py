@@ -35,9 +35,9 @@ def percent(share: float, digits: int = 2) -> str:
     return "less than 0.01 %" if 0 < share < 1e-4 else f"{plain(100 * share, digits)} %"
 
 
-def plural(count: int, noun: str, nouns: str = "") -> str:
-    """Return a count with its noun: ``1 seed``, ``3 seeds``; ``nouns`` is an irregular plural."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {nouns or noun + 's'}"
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 seed``, ``3 seeds``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:

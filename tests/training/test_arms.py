@@ -76,6 +76,3 @@ def test_a_run_that_fails_says_so_and_why(tiny_args, tmp_path, monkeypatch):
     # The control: without the fault the same command continues and completes.
     assert main([*tiny_args, f"--out={out}"]) == 0
     assert (status(out)["status"], status(out)["reason"], status(out)["step"]) == ("completed", "", 12)
-
-
-# Load a trained model from its folder ---------------------------------------------------------------------

@@ -15,7 +15,7 @@ from mmqk.training import guards as qk_clip
 from mmqk.training.guards import clip_heads, gamma_of, largest_logits
 from mmqk.training.loop import Validation
 from tests.peers import Peer
-from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
+from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 WRITTEN_OUT = Peer(("qk_clip",), "formula written out", 1e-12)
 X_TRANSFORMERS = Peer(("qk_clip",), "x-transformers Attention.qk_clip_, a module for each head", 1e-12)
@@ -204,20 +204,6 @@ def test_below_the_threshold_it_changes_no_bit():
         assert module is plain or (min(gammas) == 1.0) is (module is idle)
     assert all(torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(idle).values(), strict=True))
     assert apart(weights(plain), weights(active)) > 1e-3
-
-
-def test_micro_batches_equal_one_batch():
-    batches = [toy_batch(seed, padding=1) for seed in range(4)]
-    whole, parts = module_of(qk_clip=0.3), module_of(qk_clip=0.3)
-    one = fit(whole, batches, clip=1.0)
-    two = fit(parts, [half for batch in batches for half in cut(batch, 2)], accumulate=2, clip=1.0)
-    assert apart(weights(whole), weights(parts)) < 1e-9
-    assert [line.keys() for line in one] == [line.keys() for line in two]
-    for a, b in zip(one, two, strict=True):
-        assert b == pytest.approx(a, rel=1e-5)
-    # The control: the second halves alone have other logits.
-    other = fit(module_of(qk_clip=0.3), [cut(batch, 2)[1] for batch in batches], clip=1.0)
-    assert [line["qk_clip_logit/layer01"] for line in other] != [line["qk_clip_logit/layer01"] for line in one]
 
 
 def test_nothing_carries_over_from_one_step_to_the_next_or_from_validation():
