@@ -12,7 +12,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
 from mmqk.model import EarlyFusionTransformer
-from mmqk.training.ranks import resolve_device
+from mmqk.training.device import resolve_device
 
 # Width, number of layers, number of heads with head_dim 64. With the head tied to the embedding of 32,768 ids the
 # models have 25.0, 124.3 and 348.6 million parameters in total. The 124M model needs as many operations per token

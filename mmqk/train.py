@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\nName a configuration, for example: mmqk train demo")
         return USER_ERROR_EXIT
     run = resolve(argv)
-    from mmqk.training.ranks import Ranks, advised
+    from mmqk.training.device import advised
+    from mmqk.training.ranks import Ranks
     from mmqk.training.saving import Interrupted
 
     _quieten()
@@ -69,7 +70,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """Run the process that writes to the run folder. A run on one device has only this process."""
     from mmqk.config import print_yaml
     from mmqk.config.fork import note
-    from mmqk.training.ranks import advised, describe, resolve_device
+    from mmqk.training.device import advised, describe, resolve_device
     from mmqk.training.saving import Interrupted
 
     # A finished run needs no device.
@@ -118,10 +119,10 @@ def _parameters(run: RunConfig) -> int:
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
+    from mmqk.training.device import set_threads, tune
     from mmqk.training.fork import load_start
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
-    from mmqk.training.ranks import set_threads, tune
     from mmqk.training.saving import last_checkpoint
 
     tune(ranks.trainer.strategy.root_device)

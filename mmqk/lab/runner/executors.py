@@ -43,7 +43,7 @@ TRAIN = "mmqk.train:main"
 PRELOAD = (
     "mmqk.train", "mmqk.config", "mmqk.data.datamodule", "mmqk.monitors.own.callback",
     "mmqk.training.saving", "mmqk.training.fork", "mmqk.training.loggers", "mmqk.training.loop",
-    "mmqk.training.module", "mmqk.training.ranks",
+    "mmqk.training.device", "mmqk.training.module", "mmqk.training.ranks",
     "lightning.pytorch.utilities.exceptions", "tensorboard.compat.proto.summary_pb2",
     "tensorboard.summary.writer.event_file_writer",
 )  # fmt: skip
