@@ -16,11 +16,11 @@ the other healthy runs. A statistic that also leaves the range in survivors does
 
 import sys
 from collections import Counter
+from functools import reduce
 
 import numpy as np
 
 from mmqk.lab.metrics.outcomes import failure_step, trained_modalities
-from mmqk.lab.runs import aligned
 from mmqk.lab.verdicts.study import load_study
 
 # Statistics of probes and of steps. The function reduces them over layers, or over the steps before a probe.
@@ -66,7 +66,9 @@ def departures(run, healthy):
             others = [other for other in others if np.isin(steps[-FEWEST_OUTSIDE:], other[0]).all()]
             if len(others) < FEWEST_HEALTHY:
                 continue
-            steps, table = aligned([(steps, values), *others])
+            measured = [(steps, values), *others]
+            steps = reduce(np.intersect1d, [at for at, _ in measured])
+            table = np.stack([values[np.searchsorted(at, steps)] for at, values in measured])
             with np.errstate(invalid="ignore", divide="ignore"):
                 table = np.log(table) if statistic not in LINEAR else table
                 values, rest = table[0], np.where(np.isfinite(table[1:]), table[1:], np.nan)

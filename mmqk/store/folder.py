@@ -160,8 +160,8 @@ def read_status(folder: Path) -> Status | None:
     record = read_json(path, advice)
     if record is None:
         return None
-    if record.get("status") not in STATUSES:
-        raise DamagedFile(path, f"its status is {record.get('status')!r:.40}", advice)
+    if record.get("status") not in STATUSES or record.keys() - asdict(Status("")).keys():
+        raise DamagedFile(path, f"it is not the status of a run: {record!r:.60}", advice)
     return Status(**record)
 
 
