@@ -95,7 +95,7 @@ def figures(study: Study, verdicts: Sequence[Verdict]) -> list[Figure]:
     arms = leading_arms(study)
     shown = "Shown without a verdict: loss and largest attention logit"
     made = [
-        hero(study, "hero", "Loss and largest attention logit", hero_arms(study)),
+        hero(study, "hero", "Loss and largest attention logit", study.hero),
         survival(study),
         *(claim_figure(study, verdict) for verdict in verdicts),
         over_steps(study, "entropy", "Attention entropy", arms, [ENTROPY]),
@@ -108,15 +108,10 @@ def figures(study: Study, verdicts: Sequence[Verdict]) -> list[Figure]:
     return [figure for figure in made if figure is not None]
 
 
-def hero_arms(study: Study) -> tuple[str, ...]:
-    """Return the arms of the first figure: the arms that the grid or its claims name; without a grid, all arms."""
-    return study.hero if study.registered and study.hero else study.with_runs(tuple(study.arms))
-
-
 def leading_arms(study: Study) -> tuple[str, ...]:
-    """Return the arms of the later figures: all `hero_arms` if they are few; otherwise the two ends of each family's
-    axis, or the arms that have a color."""
-    arms = hero_arms(study)
+    """Return the arms of the later figures: those of the first figures if they are few; otherwise the two ends of
+    each family's axis, or the arms that have a color."""
+    arms = study.hero
     if len(arms) <= FEW_ARMS:
         return arms
     members = [[arm for arm in family if arm in arms] for family in families(study).values()]

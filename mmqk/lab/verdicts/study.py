@@ -87,12 +87,13 @@ class Study:
 
     @property
     def hero(self) -> tuple[str, ...]:
-        """Arms of the first figures: those that the grid lists, else those of its claims, else the first six."""
+        """Arms of the first figures: those that the grid lists, else those of its claims, else its first six; without
+        a grid, all arms."""
         named = self._crossed(self.named("hero"))
         claimed = self._crossed(arm for c in self.claims if c.decided for arm in c.compared)
         shown = set(self.shown)
-        rest = tuple(name for name in self.arms if name not in shown)[:HERO_ARMS_AT_MOST]
-        return self.with_runs(named) or self.with_runs(claimed) or self.with_runs(rest)
+        rest = tuple(name for name in self.arms if name not in shown)[: HERO_ARMS_AT_MOST if self.registered else None]
+        return next(filter(None, map(self.with_runs, (named, claimed, rest, tuple(self.arms)))), ())
 
     @property
     def shown(self) -> tuple[str, ...]:
