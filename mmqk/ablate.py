@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(session: Session, options: argparse.Namespace, jobs: int, devices: Sequence[str], until: float) -> int:
     """Train the runs of a session, print their outcomes, and return the exit code."""
-    from mmqk.lab.runner.table import PoolProgress  # imports rich
+    from mmqk.lab.runner.watch import PoolProgress  # imports rich
 
     tasks = session.begin()
     todo = sum(not o.finished and o.status != "never" for o in session.outcomes().values())

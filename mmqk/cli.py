@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmqk import __version__
 
 if TYPE_CHECKING:
-    from mmqk.lab.runner.table import Follow
+    from mmqk.lab.runner.watch import Follow
 
 # For each command: its function, example arguments, and its purpose.
 COMMANDS = {
@@ -176,7 +176,7 @@ def watch(argv: list[str] | None = None) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    from mmqk.lab.runner.table import follow, runs_table
+    from mmqk.lab.runner.watch import follow, runs_table
 
     console = Console()
     if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # cannot redraw

@@ -141,7 +141,7 @@ RULES = {
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
     "analysis": Rule(
-        ("mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.effects", "mmqk.lab.counts",
+        ("mmqk.lab.runner.watch", "mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.effects", "mmqk.lab.counts",
          "mmqk.lab.verdicts.judge", "mmqk.lab.formatting", "mmqk.lab.remedies"),
         never=("torch", "lightning", "matplotlib"),
     ),

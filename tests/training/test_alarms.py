@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.lab.runner.table import follow
+from mmqk.lab.runner.watch import follow
 from mmqk.lab.runs import read_runs
 from mmqk.store import alarms_of, read_alarms, read_metrics, read_status, rules
 from mmqk.store.checkpoint_files import checkpoints_in, step_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mmqk.lab.runner.pool as pools
-import mmqk.lab.runner.table as tables
+import mmqk.lab.runner.watch as watch
 from mmqk import ablate
 from mmqk.lab.runner.executors import Local, cores, gpus
 from mmqk.lab.runner.pool import Pool, Task, TaskOutcome
@@ -132,11 +132,11 @@ def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
             for path in Path("runs/toy").glob("*-*"):
                 (path / "let-go").touch()
 
-    class Watching(tables.PoolProgress):
+    class Watching(watch.PoolProgress):
         def __call__(self, pool):
             tick(pool)
 
-    monkeypatch.setattr(tables, "PoolProgress", Watching)
+    monkeypatch.setattr(watch, "PoolProgress", Watching)
     assert world(grid=grid) == 0  # one run per GPU at the same time
     assert ["3", "5"] in seen and max(map(len, seen)) == 2
     said = [re.findall(r"^device (\S+)$", log.read_text(), re.M) for log in Path("runs").rglob("train.log")]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.cli import watch as main
-from mmqk.lab.runner.table import Follow, follow
+from mmqk.lab.runner.watch import Follow, follow
 from mmqk.store import Alarm, MetricsWriter, append_alarms, write_json
 from mmqk.store.folder import lock_folder
 

@@ -1,4 +1,4 @@
-"""The current state of runs, read from their folders while they train, and tables of it."""
+"""What `mmqk watch` and `mmqk ablate` show: the state of runs while they train, read from their folders, and its tables."""
 
 from __future__ import annotations
 
