@@ -1,4 +1,4 @@
-"""What `mmqk watch` and `mmqk ablate` show: the state of runs while they train, read from their folders, and its tables."""
+"""The state of runs while they train, read from their folders, and its tables: `mmqk watch` and `mmqk ablate`."""
 
 from __future__ import annotations
 
