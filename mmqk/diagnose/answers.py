@@ -21,7 +21,8 @@ from mmqk.diagnose.logs import Log, read_log
 from mmqk.diagnose.names import mapping_of
 from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
 from mmqk.lab.formatting import number, render, short, source
-from mmqk.lab.page.drawing import PALETTE, RC
+from mmqk.lab.page.arms import PALETTE
+from mmqk.lab.page.drawing import RC
 from mmqk.store import UserError, differing_fields, parse_tag
 from mmqk.store.formatting import plural, text_table
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from mmqk.lab.formatting import plural, render
 from mmqk.lab.page import sweeps, tables
+from mmqk.lab.page.arms import arm_colors
 from mmqk.lab.page.claims import cannot_tell, claim_rows, counts
-from mmqk.lab.page.drawing import Drawing, arm_colors
+from mmqk.lab.page.drawing import Drawing
 from mmqk.lab.page.figures import figures
 from mmqk.lab.page.ranking import Ranking, ranking, ranking_csv, ranking_figure, ranking_table
 from mmqk.lab.verdicts.assess import Verdict

@@ -11,6 +11,7 @@ from typing import Any
 from mmqk.lab.formatting import DASH, capital, exp, listed, number, plural, slug
 from mmqk.lab.metrics import Metric, find_metric
 from mmqk.lab.metrics.families import learning_rate
+from mmqk.lab.page.arms import first_arms
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
 from mmqk.lab.verdicts import words
@@ -218,9 +219,10 @@ def _limits_of_runs(study: Study) -> Iterator[tuple[str, str]]:
         if run.status.status and not run.status.finished:
             end = f"{study.label(run.arm)}, seed {run.seed}: {run.status.status} at step {run.status.step}"
             yield "Unfinished runs, which figures show and verdicts do not count", end
-    rates = {rate for arm in study.hero for run in study.of_arm(arm) if math.isfinite(rate := learning_rate(run))}
-    tuned = any(study.selection(study.arms[arm]) for arm in study.hero)
-    if study.registered and len(rates) == 1 and len(study.hero) > 1 and not tuned:
+    arms = first_arms(study)
+    rates = {rate for arm in arms for run in study.of_arm(arm) if math.isfinite(rate := learning_rate(run))}
+    tuned = any(study.selection(study.arms[arm]) for arm in arms)
+    if study.registered and len(rates) == 1 and len(arms) > 1 and not tuned:
         yield "One learning rate, not tuned for each arm", f"{rates.pop():g}"
     if len(codes := {run.code for run in study.runs if run.code}) > 1:
         yield "Several versions of the code", str(len(codes))

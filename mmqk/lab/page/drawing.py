@@ -1,8 +1,4 @@
-"""A figure: lines in panels, their numbers as CSV, the same numbers as JSON for the charts of a page, and a PNG.
-
-Each arm has a color. If the arms are points of a few families, each family has a color, and its arms have shades of
-it, which become darker along the axis. Of more arms than colors, those that no figure or claim names are gray.
-"""
+"""A figure: lines in panels, their numbers as CSV, the same numbers as JSON for the charts of a page, and a PNG."""
 
 from __future__ import annotations
 
@@ -17,10 +13,8 @@ from typing import Any, Literal
 import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
@@ -28,21 +22,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmqk.lab.formatting import TEMPLATES, short
+from mmqk.lab.page.arms import FEW_ARMS, GRAY
 from mmqk.lab.verdicts.study import Study
 
 STEP = "optimizer step"
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (6, 1.5, 1, 1.5), (1, 1))  # by modality
-FEW_ARMS = 8
-# The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
-PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-# For the arms after the first eight: the muted palette of Paul Tol, also for color-blind readers, and then his light
-# palette.
-MORE = (
-    *("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#117733", "#6699CC"),
-    *("#EE8866", "#AAAA00", "#77AADD", "#FFAABB", "#BBCC33"),
-)
-INK, GRAY = "#1b1f24", "#b3bac2"
-PALEST = 0.62
+INK = "#1b1f24"
 RC = matplotlib.rc_params_from_file(TEMPLATES / "figure.mplstyle", use_default_template=False)
 WIDTH, HEIGHT, LOW = 5.2, 3.2, 2.4  # of a panel in inches; LOW is the height in a figure of many rows
 MANY_ROWS, MOST_KEYS, DPI = 5, 12, 130
@@ -150,43 +135,6 @@ class Figure:
                 }
                 frames.append(pd.DataFrame(cells, dtype=object))
         return pd.concat(frames).to_csv(index=False, lineterminator="\n")
-
-
-def families(study: Study) -> dict[str, list[str]]:
-    """Return the arms by family, sorted by their points."""
-
-    def order(name: str) -> list[tuple[float, str]]:
-        point = study.arms[name].point.values()
-        return [(value, "") if isinstance(value, int | float) else (math.inf, str(value)) for value in point]
-
-    groups: dict[str, list[str]] = {}
-    for arm in study.arms.values():
-        groups.setdefault(arm.family or arm.name, []).append(arm.name)
-    return {family: sorted(arms, key=order) for family, arms in groups.items()}
-
-
-def arm_colors(study: Study) -> dict[str, str]:
-    """Return one color per arm, the same on the whole page."""
-    groups = families(study)
-    # The palette is small: the arms of the first figures and of the claims get its colors first.
-    claimed = [arm.name for claim in study.claims for name in claim.compared for arm in study.arms_of(name)]
-    first = dict.fromkeys([*study.hero, *study.outcomes, *claimed, *study.shown, *study.arms])
-    family_of = {arm: family for family, members in groups.items() for arm in members}
-    few = len(groups) <= len(PALETTE)
-    order = list(groups) if few else list(dict.fromkeys(family_of[arm] for arm in first))
-    base = dict(zip(order, [*PALETTE, *MORE, *[GRAY] * len(order)], strict=False))
-    colors: dict[str, str] = {}
-    for family, arms in groups.items():
-        for j, arm in enumerate(arms):
-            pale = PALEST * (1 - j / (len(arms) - 1)) if len(arms) > 1 and base[family] != GRAY else 0.0
-            red, green, blue = (c + (1 - c) * pale for c in to_rgb(base[family]))
-            colors[arm] = GRAY if base[family] == GRAY else to_hex((red, green, blue)).upper()
-    return colors
-
-
-def ramp(count: int) -> list[str]:
-    """Return ``count`` colors for an ordered quantity, light to dark, readable on white."""
-    return [to_hex(colormaps["viridis_r"](0.12 + 0.88 * i / max(count - 1, 1))) for i in range(count)]
 
 
 class Drawing:

@@ -16,8 +16,9 @@ import numpy as np
 
 from mmqk.lab.formatting import capital, slug
 from mmqk.lab.metrics import METRICS, Metric, find_metric
+from mmqk.lab.page.arms import FEW_ARMS, first_arms, later_arms, measured, outcome_arms, ramp, shown_arms
 from mmqk.lab.page.claims import claim_values
-from mmqk.lab.page.drawing import FEW_ARMS, GRAY, Figure, Line, Panel, arm_colors, families, ramp
+from mmqk.lab.page.drawing import Figure, Line, Panel
 from mmqk.lab.runs import EMPTY, Run, Series
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.measure import TIME, kaplan_meier, middle, times_to_failure
@@ -92,34 +93,20 @@ OUTCOMES = [
 
 def figures(study: Study, verdicts: Sequence[Verdict]) -> list[Figure]:
     """Return every figure that the runs have numbers for, except those of `sweeps`."""
-    arms = leading_arms(study)
+    arms = later_arms(study)
     shown = "Shown without a verdict: loss and largest attention logit"
     made = [
-        hero(study, "hero", "Loss and largest attention logit", study.hero),
+        hero(study, "hero", "Loss and largest attention logit", first_arms(study)),
         survival(study),
         *(claim_figure(study, verdict) for verdict in verdicts),
         over_steps(study, "entropy", "Attention entropy", arms, [ENTROPY]),
         over_steps(study, "norms", "Norms by modality", arms, NORMS),
         over_steps(study, "final_norm", "Output norm of the last layer", arms, [OUTPUT], like="Chameleon Fig. 5a"),
         by_layer(study),
-        over_steps(study, "outcomes", "Outcomes over time", study.with_runs(study.outcomes), OUTCOMES, "medians"),
-        hero(study, "shown", shown, study.shown),
+        over_steps(study, "outcomes", "Outcomes over time", measured(study, outcome_arms(study)), OUTCOMES, "medians"),
+        hero(study, "shown", shown, shown_arms(study)),
     ]
     return [figure for figure in made if figure is not None]
-
-
-def leading_arms(study: Study) -> tuple[str, ...]:
-    """Return the arms of the later figures: those of the first figures if they are few; otherwise the two ends of
-    each family's axis, or the arms that have a color."""
-    arms = study.hero
-    if len(arms) <= FEW_ARMS:
-        return arms
-    members = [[arm for arm in family if arm in arms] for family in families(study).values()]
-    ends = [arm for kept in members if kept for arm in dict.fromkeys((kept[0], kept[-1]))]
-    if len(ends) < len(arms) and len(ends) <= FEW_ARMS:
-        return tuple(ends)
-    colors = arm_colors(study)
-    return tuple(arm for arm in arms if colors.get(arm, GRAY) != GRAY)[:FEW_ARMS]
 
 
 def figure_of(
@@ -164,7 +151,7 @@ def hero(study: Study, name: str, title: str, arms: Sequence[str]) -> Figure | N
 def by_layer(study: Study) -> Figure | None:
     """Draw the largest logit by layer, in the arms with the highest and the lowest final logit."""
     logit = METRICS["largest_attention_logit"].measure
-    ends = {arm: middle(logit(run, None) for run in study.ended(arm)) for arm in leading_arms(study)}
+    ends = {arm: middle(logit(run, None) for run in study.ended(arm)) for arm in later_arms(study)}
     ordered = sorted((arm for arm in ends if not math.isnan(ends[arm])), key=lambda arm: -ends[arm])
     rows = []
     for arm in dict.fromkeys((ordered[0], ordered[-1]) if ordered else ()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,6 @@ from mmqk.lab.runs import Run, read_runs
 from mmqk.store.folder import ABLATION_NAME, read_ablation
 from mmqk.store.pack import unpacked
 
-HERO_ARMS_AT_MOST = 6
 RATE_METRIC = "final_excess"
 
 
@@ -85,38 +84,9 @@ class Study:
         names = {tag.modality for tag in tags if tag.statistic == statistic and tag.modality}
         return tuple(sorted(names, key=lambda name: (name != "text", name)))
 
-    @property
-    def hero(self) -> tuple[str, ...]:
-        """Arms of the first figures: those that the grid lists, else those of its claims, else its first six; without
-        a grid, all arms."""
-        named = self._crossed(self.named("hero"))
-        claimed = self._crossed(arm for c in self.claims if c.decided for arm in c.compared)
-        shown = set(self.shown)
-        rest = tuple(name for name in self.arms if name not in shown)[: HERO_ARMS_AT_MOST if self.registered else None]
-        return next(filter(None, map(self.with_runs, (named, claimed, rest, tuple(self.arms)))), ())
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """Arms that the page shows without a verdict."""
-        named = self._crossed(self.named("shown"))
-        return self.with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
-
-    @property
-    def outcomes(self) -> tuple[str, ...]:
-        """Arms whose outcomes the page draws: those that the grid lists, or those of the first figure."""
-        return self.hero if self.report.get("outcomes") is True else self._crossed(self.named("outcomes"))
-
     def named(self, key: str) -> list[str]:
         """Return the names or sentences that the grid gives for a key of the report, such as ``hero``."""
         return as_list(self.report.get(key))
-
-    def _crossed(self, names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(arm.name for name in names for arm in self.arms_of(name)))
-
-    def with_runs(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the arms that have runs with metrics."""
-        have = {run.arm for run in self.runs if run.tags}
-        return tuple(name for name in names if name in have)
 
     def arms_of(self, name: str, point: Mapping[str, Any] | None = None) -> tuple[StudyArm, ...]:
         """Return the arm with this name, or the arms of the family with this name at the given point."""

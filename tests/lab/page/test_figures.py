@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from mmqk.lab.page.drawing import Drawing, arm_colors
+from mmqk.lab.page.arms import arm_colors, first_arms
+from mmqk.lab.page.drawing import Drawing
 from mmqk.lab.page.figures import ALL_POINTS, FEWEST, binned, by_layer, hero, layer_lines, points_a_line, thinned
 from mmqk.lab.page.sweeps import learning_rates, sweeps
 from mmqk.lab.verdicts.study import load_study
@@ -61,7 +62,7 @@ def test_thinning_keeps_spikes_and_ends():
 
 def test_plotted_numbers_are_those_of_the_runs(demo):
     runs, study = demo
-    rows = rows_of(hero(study, "hero", "", study.hero))
+    rows = rows_of(hero(study, "hero", "", first_arms(study)))
     logits = {
         (row["arm"], row["seed"]): float(row["value"])
         for row in rows
@@ -78,7 +79,7 @@ def test_plotted_numbers_are_those_of_the_runs(demo):
 
 def test_charts_have_the_numbers_of_the_csv(demo):
     study = demo[1]
-    figure = hero(study, "hero", "", study.hero)
+    figure = hero(study, "hero", "", first_arms(study))
     panel, *_ = json.loads(Drawing(study, arm_colors(study), figure).chart())
     line = next(li for li in panel["lines"] if (li["seed"], li["group"]) == ("seed 1", study.label("mixed")))
     points = [
