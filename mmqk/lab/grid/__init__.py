@@ -187,24 +187,16 @@ def _inherit(arms: Sequence[Arm], named: Mapping[str, Any], path: Path) -> list[
     """
     starts = {arm.name: arm.fork.arm for arm in arms if arm.fork and arm.fork.arm}
     done = {arm.name: arm for arm in arms if arm.name not in starts}
-    left = [arm for arm in arms if arm.name in starts]
-    while left:
-        before, left = left, []
-        for arm in before:
-            start = starts[arm.name]
-            if family := next((a for a in done.values() if start in (a.name, *a.points)), None):
-                done[arm.name] = _as_child(arm, family, named[arm.name] or {})
-            else:
-                left.append(arm)
-        if left == before:
-            where, start = f"{path}: arms.{left[0].name}.fork", starts[left[0].name]
-            if any(start in (other.name, *other.points) for other in left):
-                raise UserError(
-                    f"{where}: it is a fork of {start}, which is a fork of it: fork one of them from an arm that is"
-                    " not a fork"
-                )
-            every = sorted({*(a.name for a in arms), *(point for a in done.values() for point in a.points)})
-            raise UserError(f"{where}: there is no arm {start!r} (arms: {', '.join(every)})")
+    while left := [arm for arm in arms if arm.name not in done]:
+        found = [(arm, a) for arm in left for a in done.values() if starts[arm.name] in (a.name, *a.points)]
+        if not found:
+            arm, names = left[0], sorted({*done, *(point for a in done.values() for point in a.points)})
+            raise UserError(
+                f"{path}: arms.{arm.name}.fork: {starts[arm.name]!r} is no arm of this grid, or a fork of {arm.name}: "
+                f"name one of {', '.join(names)}"
+            )
+        for arm, parent in found:
+            done[arm.name] = _as_child(arm, parent, named[arm.name] or {})
     return [done[arm.name] for arm in arms]
 
 

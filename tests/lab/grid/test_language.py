@@ -224,7 +224,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ),
         (
             "arms: {a: {fork: {arm: b, step: 1}}, b: {fork: {arm: a, step: 1}}}",
-            "it is a fork of b, which is a fork of it",
+            "'b' is no arm of this grid, or a fork of a",
         ),
         ("arms: {a: , b: {seeds: [4], fork: {arm: a, step: 1}}}", "4 is not a seed of its parent a"),
         ("arms: {a: {set: {fork_skip_batches: 1}}}", "'fork_skip_batches' is for forks only"),
