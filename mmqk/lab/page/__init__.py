@@ -1,6 +1,12 @@
 """Write a report: index.html, report.md, figures/ and verdicts.json.
 
 Two reports of the same runs are identical byte for byte, because they contain no time and no path of the machine.
+
+claims   what a page shows of each claim
+tables   its tables
+arms     which arms its figures show, and their colors
+figures  its figures over steps; sweeps: over learning rates; ranking: of remedies, with table and CSV
+drawing  a figure as PNG, as chart and as CSV
 """
 
 from __future__ import annotations
