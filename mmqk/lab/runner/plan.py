@@ -350,7 +350,8 @@ def selected(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, An
     from mmqk.lab.runs import read_runs
     from mmqk.lab.verdicts.learning_rates import choose
 
-    runs = [replace(run, point={LR: lr}) for path, lr in tried.items() for run in read_runs(path)]
+    # The first run is that of the folder itself.
+    runs = [replace(read_runs(path)[0], point={LR: lr}) for path, lr in tried.items()]
     best = choose(runs, metric)
     if best is None and not all(run.status.status == "diverged" for run in runs):
         raise UserError(
