@@ -10,7 +10,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 # A tenth of the tests, from every folder.
 CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/test_norms.py model/test_attention.py \
 	training/test_optim.py monitors/test_output.py monitors/test_growth.py \
-	monitors/test_mechanism.py store/test_store_identity.py store/test_store_tags.py store/test_store_metrics.py \
+	monitors/test_mechanism.py store/test_store_metrics.py \
 	store/test_store_alarms.py data/shards/test_tars.py data/shards/test_images.py data/test_packing.py data/test_coupling.py \
 	data/tokenizers/test_text.py \
 	lab/grid/test_language.py lab/test_counts.py \

@@ -17,7 +17,7 @@ from tests import tiny
 # The slowest test files. They start first, so that none of them is still running when the other workers are idle.
 SLOW = (
     "benchmarks/test_tables.py", "training/test_ranks.py", "test_pairs.py",
-    "lab/page/test_page.py", "store/test_store_damage.py", "training/test_run.py", "monitors/attach/test_fsdp.py",
+    "lab/page/test_page.py", "store/test_store_files.py", "training/test_run.py", "monitors/attach/test_fsdp.py",
     "lab/verdicts/test_null_arms.py", "model/test_transformer.py", "data/test_tokenize.py", "training/test_ending.py",
     "benchmarks/test_harness.py", "training/test_compiled_run.py", "test_config.py", "training/test_disk_errors.py",
     "test_imports.py", "lab/page/test_figures.py", "model/test_compiled.py", "monitors/attach/test_trainers.py",

@@ -76,7 +76,7 @@ class Ranks:
             raise UserError(f"Lightning refuses the trainer flags: {' '.join(str(error).split())}") from error
         self.trainer.strategy.checkpoint_io = CheckpointFiles()
         # `mmqk.train` handles the signals; Lightning's SIGTERM handler would wait for the other processes. These
-        # private parts of Lightning are checked by tests/training/test_settings.py.
+        # private parts of Lightning are checked by tests/training/test_run.py.
         self.trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self.several = self.trainer.world_size > 1
         if not self.several:

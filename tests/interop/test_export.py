@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 
 from mmqk.checkpoint import load_model
-from mmqk.data.tokenizers.files import TextTokenizer
-from mmqk.interop.folders import main
+from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash
+from mmqk.interop.folders import main, tokenizer_files
 from mmqk.train import main as train
 from tests.interop.models import logits_of
 
@@ -88,3 +90,24 @@ def test_a_damaged_record_is_named_and_the_weights_are_exported(exported, tmp_pa
     assert main(["--from", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0
     assert f"because {tmp_path / 'run/run.json'} cannot be read" in capsys.readouterr().out
     assert "AutoTokenizer" not in card_of(tmp_path / "hf")
+
+
+# A tokenizer that adds a token ------------------------------------------------------------------------------
+
+
+FOLDER = Path(__file__).parents[2] / "data/tokenizers"
+TEXT = "Hello w\u00f6rld, a red moon \u263e 12"
+
+
+def test_an_export_adds_no_token_to_a_text(tmp_path):
+    """The folder has a tokenizer whose post-processor adds an entry of the vocabulary at the start of each text."""
+    folder = shutil.copytree(FOLDER, tmp_path / "some")
+    own = Tokenizer.from_file(str(folder / "text.json"))
+    own.post_processor = processors.TemplateProcessing("a $A", None, [("a", own.token_to_id("a"))])
+    own.save(str(folder / "text.json"))
+    files, _ = tokenizer_files(str(folder), tokenizers_hash(folder))
+    assert json.loads(files["tokenizer.json"])["post_processor"] is None
+    ids = [i + 5 for i in TextTokenizer.load(folder).encode(TEXT)]
+    assert Tokenizer.from_str(files["tokenizer.json"]).encode(TEXT).ids == ids
+    # The control: the tokenizer before the export.
+    assert [i + 5 for i in own.encode(TEXT).ids] == [own.token_to_id("a") + 5, *ids]

@@ -1,13 +1,65 @@
+"""Run folders: the identity of a run, its lock and its status."""
+
+from __future__ import annotations
+
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
-from mmqk.store import RunFolder, UserError, is_locked, mark_ended, read_status
+from mmqk.store import (
+    RunFolder,
+    UserError,
+    canonical,
+    differing_fields,
+    identity_hash,
+    is_locked,
+    mark_ended,
+    read_status,
+)
+
+# The identity of a run --------------------------------------------------------------------------------------
+
+
+RECORD = {"model": {"d_model": 64, "qk_norm": {"kind": "rms"}}, "optim": {"lr": 0.01}, "blocks": [3, 4]}
+
+
+def test_the_hash_is_the_sha256_of_sorted_json_and_ignores_key_order():
+    text = '{"blocks":[3,4],"model":{"d_model":64,"qk_norm":{"kind":"rms"}},"optim":{"lr":0.01}}'
+    assert identity_hash(RECORD) == hashlib.sha256(text.encode()).hexdigest()[:10]
+    assert identity_hash(dict(reversed(RECORD.items()))) == identity_hash(RECORD)
+    assert identity_hash({**RECORD, "blocks": (3, 4)}) == identity_hash(RECORD)
+
+
+def test_any_changed_field_changes_the_hash_and_is_named():
+    other = {"model": {"d_model": 64, "qk_norm": {"kind": "none"}}, "optim": {}, "blocks": [3, 4], "seed": 0}
+    assert identity_hash(other) != identity_hash(RECORD)
+    assert differing_fields(RECORD, other) == ["model.qk_norm.kind", "optim", "optim.lr", "seed"]
+    assert differing_fields(RECORD, dict(RECORD)) == []
+
+
+def test_differing_fields_and_the_hash_agree_on_what_is_the_same():
+    for a, b in [(1, 1.0), (1, True), (None, "None"), ([], {})]:
+        assert differing_fields({"x": a}, {"x": b}) == ["x"]
+        assert identity_hash({"x": a}) != identity_hash({"x": b})
+    assert differing_fields({"x": (1, 2)}, {"x": [1, 2]}) == []
+
+
+def test_a_value_that_is_not_plain_finite_data_is_refused():
+    with pytest.raises(ValueError):
+        canonical({"lr": float("nan")})
+    with pytest.raises(TypeError):
+        canonical({"path": Path("x")})
+
+
+# Lock and status --------------------------------------------------------------------------------------------
+
 
 IDENTITY = {"model": {"d_model": 64}, "optim": {"lr": 0.01}, "seed": 0}
 
