@@ -5,7 +5,6 @@ Step N is the line of metrics.jsonl with this number. It used the weights of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -241,7 +240,7 @@ def _measured(path: Path, run: RunConfig, batch: TokenBatch) -> tuple[list[dict[
         raise UserError(f"The vocabulary of {path} is not that of the run: name another one after --from.")
     at = content.get("global_step", "?")
     weights = f"losses (nats per token, fp32, no dropout) with the weights of step {at}"
-    return losses_of(model.eval(), batch, run.data.documents_apart), weights
+    return losses_of(model, batch, run.data.documents_apart), weights
 
 
 def step_batch(run: RunConfig, data: TokenDataModule, position: Position, step: int) -> TokenBatch:
@@ -267,9 +266,8 @@ def losses_of(model: EarlyFusionTransformer, batch: TokenBatch, documents_apart:
         for ce_T, mask_T, modality_T in zip(
             ce_BT, batch.target_mask_BT[part], batch.target_modality_BT[part], strict=True
         ):
-            means = {name: float(ce_T[mask_T & (modality_T == m)].mean()) for m, name in enumerate(names)}
-            counts = {name: int((mask_T & (modality_T == m)).sum()) for m, name in enumerate(names)}
-            found.append({name: mean for name, mean in means.items() if counts[name]})
+            of_modality = {name: ce_T[mask_T & (modality_T == m)] for m, name in enumerate(names)}
+            found.append({name: float(ce_N.mean()) for name, ce_N in of_modality.items() if len(ce_N)})
     return found
 
 
@@ -279,7 +277,7 @@ def _rows(record: list[dict[str, Any]], names: list[str], has_losses: bool, spre
     rows = [[*heads, *([f"loss {name}" for name in names] if has_losses else [])]]
     for entry in record:
         place = [str(entry["sequence"]), *[str(entry["micro_batch"]), str(entry["rank"])] * spread]
-        losses = [plain(entry["loss"].get(name, math.nan), 4) if name in entry["loss"] else "–" for name in names]
+        losses = [plain(entry["loss"][name], 4) if name in entry["loss"] else "–" for name in names]
         counts = [*(str(entry["tokens"][name]) for name in names), *(losses if has_losses else [])]
         for n, sample in enumerate(entry["samples"]):
             first = n == 0
