@@ -1,4 +1,12 @@
-"""The bench of failures: runs whose fault is known, and how often alarms are right about them. ``mmqk bench``."""
+"""The bench of failures: runs whose fault is known, and how often alarms are right about them. ``mmqk bench``.
+
+faults    what is planted
+traces    runs with their labels, when they fail, and what a change does to failing runs
+rules     candidate rules; score: how often they are right
+kinds     signs of a kind of fault
+facts     plain facts, and series that leave their range
+evidence  the rates of all these for ``mmqk diagnose``, and the nearest failure
+"""
 
 from __future__ import annotations
 
@@ -16,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: the folder has no runs, an arm has no label, or the rule does not exist.
     """
-    parser = OneSentenceParser(prog="mmqk bench", description=__doc__, allow_abbrev=False)
+    parser = OneSentenceParser(prog="mmqk bench", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("runs", help="folder or pack of the runs of configs/failures/bench.yaml, or of zoo.yaml or rescue.yaml")
     add("--rule", action="append", default=[], metavar="module:function", help="score this rule too")

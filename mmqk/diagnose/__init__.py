@@ -1,4 +1,14 @@
-"""Diagnoses runs that failed: logs, checkpoints and pairs of runs of other tools and of mmqk. ``mmqk diagnose``."""
+"""Diagnoses runs that failed: logs, checkpoints and pairs of runs of other tools and of mmqk. ``mmqk diagnose``.
+
+logs         a log of any tool as one table; text: its lines, CSV and JSON; names: its columns
+findings     what a log shows, with the rates of `mmqk.bench`
+pair         where two logs part
+tensors      a checkpoint of any tool as tensors by name
+projections  queries and keys of its layers; weights: bounds on logits, gains, and what grows between checkpoints
+models       probes of its model, outputs that differ between two models, and all tables of checkpoints
+experiments  forks from before a failure
+answers      the text and the page of each of these
+"""
 
 from __future__ import annotations
 

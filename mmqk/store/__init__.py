@@ -1,4 +1,15 @@
-"""Read and write run folders: identity, lock, status, metrics, tags, alarms. Imports neither torch nor numpy."""
+"""Read and write run folders: identity, lock, status, metrics, tags, alarms. Imports neither torch nor numpy.
+
+folder            a run folder: identity of the run, lock, run.json, status.json
+metrics           names of series, metrics.jsonl
+rules             rules over one series: spikes, stall, growth, collapse
+alarms            divergence and rise, all rules over all series, alarms.jsonl
+checkpoint_files  names and digests of checkpoint files
+pack              many runs in one file
+files             atomic writes, checked reads, the files that ship with mmqk
+errors            user errors and exit codes
+formatting        numbers, tables and paths as text
+"""
 
 # ruff: noqa: F401
 from mmqk.store.alarms import AlarmRules, DivergenceRule, alarms_of, append_alarms, read_alarms, truncate_alarms
