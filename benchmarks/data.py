@@ -23,16 +23,17 @@ from benchmarks.harness import Candidate, Context, Row, Unit, compare, seconds_o
 from benchmarks.others import needs
 from benchmarks.setups import toy
 from mmqk.data.batch import TokenBatch
-from mmqk.data.config import DataConfig
+from mmqk.data.config import DataConfig, DialConfig
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.dial import Dial, DialConfig
-from mmqk.data.loader import MicroBatches, PositionedLoader, StreamBatches, StreamLoader
+from mmqk.data.dial import Dial
+from mmqk.data.loader import MicroBatches, PositionedLoader, StreamLoader
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import checked_shards
-from mmqk.data.shards.read import Sample, index_tar
+from mmqk.data.shards.read import Sample
 from mmqk.data.shards.samples import pair_of
+from mmqk.data.shards.tar import index_tar
 from mmqk.data.stream import Stream
-from mmqk.data.tokens.tokenize import Encoder, TokenizeJob
+from mmqk.data.tokens.workers import TokenizeJob
 
 PLAIN = "plain WebDataset loop, images decoded"
 BATCHES, BATCH, SEQ_LEN = 100, 32, 128
@@ -132,8 +133,8 @@ def _loader(config: DataConfig, workers: int) -> StreamLoader:
     """Return the loader of a run of one process that reads shards."""
     data = TokenDataModule(config, seed=0)
     data.setup()
-    batches = StreamBatches(data.order, data.rows, 0, config.batch_size, 1, 0, 1, 10**9)
-    return StreamLoader(batches, "", workers, torch.device("cpu"), False)
+    batches = MicroBatches(data.order, config.batch_size, 1, 0, 1, 10**9)
+    return StreamLoader(batches, data.rows, 0, "", workers, torch.device("cpu"))
 
 
 def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
@@ -200,8 +201,8 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
         return read
 
     def tokenized() -> Callable[[], Work]:
-        encoder = Encoder(TokenizeJob("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None), {})
-        return lambda: (encoder.shard("00000", Path(shard))["samples"], 0)
+        job = TokenizeJob("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None)
+        return lambda: (job.shard("00000", Path(shard))["samples"], 0)
 
     def arrays(of: DataConfig) -> Make:
         def make() -> Callable[[], Work]:

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmqk.data.loader import StreamBatches, StreamLoader
+from mmqk.data.loader import MicroBatches, StreamLoader
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import stream_hash
 from mmqk.data.shards.read import Sample
 from mmqk.data.shards.samples import pair_of
-from mmqk.data.stream import Lane, Rows, Stream
+from mmqk.data.stream import Lane, LaneRows, Stream
 
 SIZE = 64  # of an image, in pixels
 BUFFER = 256  # samples of a shuffle buffer: what the windows of eight lanes of mmqk hold
@@ -106,8 +106,8 @@ class Mmqk(Reader):
         )
         rows = {"pair": _KeyRows(source, None, "pair", False)}  # type: ignore[arg-type]
         size = setup.batch * setup.world
-        batches = StreamBatches(order, rows, SEED, size, 1, setup.rank, setup.world, 10**9)
-        self.loader = StreamLoader(batches, stream_hash(pattern), setup.workers, torch.device("cpu"), False)
+        batches = MicroBatches(order, size, 1, setup.rank, setup.world, 10**9)
+        self.loader = StreamLoader(batches, rows, SEED, stream_hash(pattern), setup.workers, torch.device("cpu"))
         if states:
             self.loader.load_state_dict(states[0])  # the same on every rank
         self.batches, self.left = iter(self.loader), setup.left
@@ -122,7 +122,7 @@ class _Images(Stream):
         return np.asarray(load_image(pair_of(sample.fields)[0], SIZE))
 
 
-class _KeyRows(Rows):
+class _KeyRows(LaneRows):
     def row(self, lane: Lane, slot: str) -> Any:
         lane.document()
         key = lane.where[1]

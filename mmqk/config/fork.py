@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mmqk.config.training import OptimConfig
 from mmqk.model.config import ModelConfig
-from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number, shortened
+from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number, refuse, shortened
 from mmqk.store import UserError, read_run
 
 # Fields of `ForkConfig` that change the state at the start of a fork; on the command line they begin with fork_.
@@ -65,10 +66,11 @@ class ForkConfig:
     def __post_init__(self) -> None:
         check_fields(self, "fork", "_")
         _ = self.skipped
-        if self.seed and not self.noise:
-            raise ValueError("fork_seed has no effect while fork_noise is 0: set fork_noise.")
-        if (self.skip_batches or self.skip) and self.parent.is_import:
-            raise ValueError(f"fork_skip skips the data of a parent, but {self.given} is an import: leave it out.")
+        refuse({
+            "fork_seed has no effect while fork_noise is 0: set fork_noise.": self.seed and not self.noise,
+            f"fork_skip skips the data of a parent, but {self.given} is an import: leave it out.":
+                (self.skip_batches or self.skip) and self.parent.is_import,
+        })  # fmt: skip
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -158,13 +160,27 @@ def note(fork: ForkConfig) -> dict[str, Any]:
 
 def check_patches(parent: Mapping[str, Any], model_patch: str, data_patch: str) -> None:
     """Raise ValueError if a fork does not name the patches in the configuration of its parent."""
-    for field, patch in (("model", model_patch), ("data", data_patch)):
-        of_parent = parent[field].get("patch", "")
-        if of_parent not in ("", patch):
-            raise ValueError(
-                f"the parent has {field}.patch {of_parent}, which a fork keeps but runs only if you name it too: add"
-                f" {field}.patch={of_parent}."
-            )
+    patches = {"model": model_patch, "data": data_patch}
+    given = {section: parent[section].get("patch", "") for section in patches}
+    refuse({
+        f"the parent has {section}.patch {given[section]}, which a fork keeps but runs only if you name it too: add"
+        f" {section}.patch={given[section]}.": given[section] not in ("", patch)
+        for section, patch in patches.items()
+    })  # fmt: skip
+
+
+def check_moments(parent: Mapping[str, Any], optim: OptimConfig) -> None:
+    """Raise ValueError if a fork cannot use the moments of its parent, whose `optim` is given."""
+    before = parent.get("matrices", "adamw")
+    scaled = (parent.get("width_scaling", "none"), parent.get("base_width"))
+    refuse({
+        f"optim.matrices is {before} in the parent and {optim.matrices} here, and a fork cannot change it, because the"
+        " moments of muon differ from those of Adam: keep the parent's value, or start a new run.":
+            before != optim.matrices and "muon" in (before, optim.matrices),
+        "optim.width_scaling and optim.base_width set the initial weights too, so a fork cannot change them: keep the"
+        " parent's values, or start a new run.":
+            scaled != (optim.width_scaling, optim.base_width) and {scaled[0], optim.width_scaling} != {"none"},
+    })  # fmt: skip
 
 
 def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
@@ -184,25 +200,21 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
     }
     for attribute, field in shapes.items():
         parent, child = getattr(old, attribute), getattr(new, attribute)
-        if parent != child or (attribute == "vocab_sizes" and list(parent) != list(child)):
-            raise ValueError(
-                f"model.{field} is {parent} in the parent and {child} here, and a fork cannot change it: keep the"
-                " parent's value, or start a new run."
-            )
-    if new.tie_embeddings and not old.tie_embeddings:
-        raise ValueError(
-            "model.tie_embeddings cannot be switched on in a fork, because the parent has a separate head: start a"
-            " new run."
-        )
-    if (new.separate_first or new.separate_last) and (new.layer_scale is None) != (old.layer_scale is None):
-        raise ValueError(
-            "model.layer_scale cannot be switched on or off in a fork of a model with model.separate_first or"
-            " model.separate_last: start a new run."
-        )
-    for name, untied in asdict(old.per_modality).items():
-        gone = name == "qk_norm" and new.qk_norm.kind == "none"
-        if untied and not getattr(new.per_modality, name) and not gone:
-            raise ValueError(
-                f"model.per_modality.{name} cannot be switched off in a fork, because the parent has separate weights"
-                " for each modality: start a new run."
-            )
+        changed = parent != child or (attribute == "vocab_sizes" and list(parent) != list(child))
+        refuse({
+            f"model.{field} is {parent} in the parent and {child} here, and a fork cannot change it: keep the parent's"
+            " value, or start a new run.": changed,
+        })  # fmt: skip
+    separate = new.separate_first or new.separate_last
+    refuse({
+        "model.tie_embeddings cannot be switched on in a fork, because the parent has a separate head: start a new"
+        " run.": new.tie_embeddings and not old.tie_embeddings,
+        "model.layer_scale cannot be switched on or off in a fork of a model with model.separate_first or"
+        " model.separate_last: start a new run.":
+            separate and (new.layer_scale is None) != (old.layer_scale is None),
+    } | {
+        f"model.per_modality.{name} cannot be switched off in a fork, because the parent has separate weights for each"
+        " modality: start a new run.":
+            untied and not getattr(new.per_modality, name) and not (name == "qk_norm" and new.qk_norm.kind == "none")
+        for name, untied in asdict(old.per_modality).items()
+    })  # fmt: skip

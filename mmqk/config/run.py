@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import yaml
 
-from mmqk.config import checks
-from mmqk.config.fork import CHANGES, ForkConfig, Parent, base_of, check_forkable, check_patches, read_parent
+from mmqk.config.checks import check_run
+from mmqk.config.fork import CHANGES, ForkConfig, Parent, base_of, read_parent
 from mmqk.config.parse import Fields, help_of, leaves
 from mmqk.config.training import (
     IN_IDENTITY,
@@ -25,7 +25,6 @@ from mmqk.config.training import (
     TrainerConfig,
 )
 from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_identity, layout
-from mmqk.model.checks import check_backend
 from mmqk.model.config import ModelConfig
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, default_of, number
@@ -247,28 +246,7 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
             )
         model = replace(given.model, vocab_sizes=vocab_sizes)
         given = replace(given, model=model)
-        checks.check_trained(given.loss, data, model)
-        checks.check_batches(given.monitor, data, trainer.accumulate_grad_batches, trainer.processes, trainer.precision)
-        if fork is not None:
-            check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
-            check_patches(fork.parent.config, model.patch, data.patch)
-        check_backend(
-            given.backend,
-            model.attn_softcap,
-            model.attention,
-            dropout=model.attn_dropout,
-            masked=checks.is_masked(model, data),
-            tokens=data.seq_len,
-            sink=model.attn_sink,
-        )
-        has_moments = fork is not None and not fork.parent.is_import
-        parent = fork.parent.config["optim"] if fork and has_moments else None
-        checks.check_conflicts(given.optim, model, given.monitor, parent)
-        checks.check_shown(given.compile, given.activation_checkpointing, given.backend, given.optim)
-        if trainer.strategy == "fsdp":
-            checks.check_sharded(model, given.optim, given.loss, given.monitor)
-        checks.check_steps(trainer.max_steps, given.checkpoint.at, given.monitor.at, fork.parent.step if fork else 0)
-        checks.check_loggers([*given.logging])
+        check_run(given, fork)
         identity = _identity_of(given, fork)
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mmqk.model.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_fields, number, to_defaults
+from mmqk.model.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_fields, number, refuse, to_defaults
 from mmqk.store.alarms import NAMES
 
 
@@ -114,28 +114,22 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "optim")
-        if self.decay_mode == "independent" and self.weight_decay > 1:
-            raise ValueError(
-                f"optim.weight_decay is {self.weight_decay}, but with optim.decay_mode 'independent' it is the share"
-                " of the weights that a step subtracts: give it at most 1, usually of the order of 1e-4."
-            )
-        if self.schedule == "exponential" and self.final_lr_ratio == 0:
-            raise ValueError("optim.schedule 'exponential' cannot end at optim.final_lr_ratio 0: give a ratio above 0.")
-        if self.matrices != "adamw" and (self.split_second_moment or self.update_clip):
-            other = "split_second_moment" if self.split_second_moment else "update_clip"
-            raise ValueError(
-                f"optim.{other} is a variant of AdamW, but optim.matrices is {self.matrices}: remove one of them."
-            )
-        if self.split_second_moment and (self.update_clip or self.adagc is not None):
-            other = "update_clip" if self.update_clip else "adagc"
-            raise ValueError(
-                f"optim.{other} acts on the gradient of all modalities together, but optim.split_second_moment keeps"
-                " them apart: remove one of them."
-            )
-        if self.width_scaling == "mup" and self.matrices != "adamw":
-            raise ValueError(
-                f"optim.width_scaling mup is for Adam, but optim.matrices is {self.matrices}: remove one of them."
-            )
+        of_adamw = "split_second_moment" if self.split_second_moment else "update_clip"
+        joint = "update_clip" if self.update_clip else "adagc"
+        refuse({
+            f"optim.weight_decay is {self.weight_decay}, but with optim.decay_mode 'independent' it is the share of the"
+            " weights that a step subtracts: give it at most 1, usually of the order of 1e-4.":
+                self.decay_mode == "independent" and self.weight_decay > 1,
+            "optim.schedule 'exponential' cannot end at optim.final_lr_ratio 0: give a ratio above 0.":
+                self.schedule == "exponential" and self.final_lr_ratio == 0,
+            f"optim.{of_adamw} is a variant of AdamW, but optim.matrices is {self.matrices}: remove one of them.":
+                self.matrices != "adamw" and (self.split_second_moment or self.update_clip),
+            f"optim.{joint} acts on the gradient of all modalities together, but optim.split_second_moment keeps them"
+            " apart: remove one of them.":
+                self.split_second_moment and (self.update_clip or self.adagc is not None),
+            f"optim.width_scaling mup is for Adam, but optim.matrices is {self.matrices}: remove one of them.":
+                self.width_scaling == "mup" and self.matrices != "adamw",
+        })  # fmt: skip
         if self.width_scaling == "none":
             to_defaults(self, "base_width")
         if self.schedule == "constant":
@@ -192,17 +186,18 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "monitor")
-        if 0 < self.budget_every_n_steps < self.budget_steps:
-            raise ValueError(
-                f"monitor.budget_every_n_steps {self.budget_every_n_steps} is less than monitor.budget_steps"
-                f" {self.budget_steps}: windows cannot overlap, so raise it."
-            )
         of_probes = (
             "at", "heads", "parameters", "second_moment", "precision", "matrices", "gradient_agreement", "sharpness"
         )  # fmt: skip
-        for name in of_probes:
-            if getattr(self, name) and not self.every_n_steps:
-                raise ValueError(f"monitor.{name} is part of a probe: set monitor.every_n_steps above 0.")
+        refuse({
+            f"monitor.budget_every_n_steps {self.budget_every_n_steps} is less than monitor.budget_steps"
+            f" {self.budget_steps}: windows cannot overlap, so raise it.":
+                0 < self.budget_every_n_steps < self.budget_steps,
+        } | {
+            f"monitor.{name} is part of a probe: set monitor.every_n_steps above 0.":
+                getattr(self, name) and not self.every_n_steps
+            for name in of_probes
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)

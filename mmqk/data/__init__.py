@@ -2,8 +2,8 @@
 
 ```
 shards ── tokenizers ── token folder ─┐
-shards ── tokenizers ── stream ───────┼── sequences ── loader ── TokenBatch
-dial ─────────────────────────────────┘      order
+shards ── tokenizers ── stream ───────┼── order, sequences ── loader ── TokenBatch
+dial ─────────────────────────────────┘
 ```
 
 ```
@@ -11,14 +11,14 @@ config                     the fields of `data.*`, and the part of the run's ide
 datamodule                 opens the sources of a run, and makes its order and validation set
 
 shards/names               which shards a pattern, a folder or a URL names
-shards/read                the samples of a shard: by offset, or front to back from any sample on
+shards/tar, read           the samples of a shard: by offset, or front to back from any sample on
 shards/samples, images     a sample: its texts and images, or the reason why it is dropped
 shards/manifest            which samples are in which split; the shipped shards
 tokenizers/files, image    texts and images to ids, and the joint vocabulary
-tokenizers/train           `mmqk data tokenizers`; train_image: the autoencoder's training
+tokenizers/train           `mmqk data tokenizers`; training_data: what it reads; train_image: the autoencoder's training
 tokens/folder              the folder that stores documents as ids
-tokens/encode              documents to ids, and the token folders of small shards, made at the first run
-tokens/tokenize            `mmqk data tokenize`: shards to a token folder
+tokens/encode              documents to ids, and the documents of a source: a token folder, or small shards, once
+tokens/tokenize            `mmqk data tokenize`: shards to a token folder; workers: its processes
 tokens/ids                 `mmqk data ids`: arrays of ids of other tokenizers to a token folder
 
 stream                     documents of shards that are read during training, in lanes

@@ -1,22 +1,25 @@
-"""The configuration of the data of a run, and the fields that identify its samples."""
+"""The configuration of the data of a run and of its synthetic source, and the fields that identify its samples."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from mmqk.data.dial import Dial, DialConfig
-from mmqk.data.mixture import Mixture
+from mmqk.data.dial_coupling import Coupling, Level, coupling, forest, unigram_entropy, zipf
+from mmqk.data.mixture import Mixture, source_of
 from mmqk.data.shards.manifest import MANIFEST, SHARE, stream_hash
 from mmqk.data.shards.names import is_remote
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.encode import source_hash
 from mmqk.data.tokens.folder import Layout, is_token_folder, layout_of, read_header, tokens_hash
 from mmqk.model.patch import allow_patch
-from mmqk.model.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
-from mmqk.store import UserError, check_local, find_file
+from mmqk.model.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number, refuse
+from mmqk.store import UserError, check_local, find_file, tag
 
 # Kinds of data.mix that share a vocabulary: the vocabulary of mmqk's tokenizers, of the user's ids, or of the dial.
 # All kinds of a mixture must share one vocabulary.
@@ -27,6 +30,133 @@ SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
 FOLDER_FIELDS = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
 # Fields of DataConfig that change no sample, or that `data_identity` adds in another form.
 NOT_IDENTITY = ("cache", "shard_cache", "shard_cache_gb", "workers", "dial", "patch")
+
+
+_SLACK = 1e-9  # nats; a bound that the user computed may differ in the last digits
+_INNER, _TIE = 0, 1  # transitions and ties have different random token orders
+
+
+@dataclass(frozen=True)
+class DialConfig:
+    """Statistics of a synthetic source. All dictionaries have the same modalities; only ``grid`` and ``target_noise``
+    may leave some out.
+
+    ``entropy`` changes only the entropy gap between modalities: unigrams, shares and lags do not change. The mean
+    entropy of two modalities does not change either if one gains as many nats as the other loses. Modalities with
+    equal values have equal statistics over disjoint tokens, so their gap is exactly 0.
+
+    Args:
+        vocabulary: number of ids of each modality; the order of names is the order of modalities in a document.
+        skew: Zipf exponent of each unigram: p(rank r) ∝ r^-skew; 0 is uniform.
+        entropy: entropy of a token given its parent, nats.
+        tokens: number of tokens of each modality in a document.
+        lag: distance from a token to its parent. With 1 the parent is the previous token; with 2 or more the model
+            needs attention. The first ``lag`` tokens of a chain have no parent: they are roots. If the lag is at
+            least ``tokens``, all tokens are roots and independent.
+        grid: number of columns of a grid that is read row by row: the parent is ``lag`` rows above or, in the first
+            ``lag`` rows, ``lag`` columns to the left. A modality with 0, or without an entry, is a chain.
+        target_noise: fraction of the targets of a modality that are replaced by a token drawn from its unigram. The
+            model predicts the replaced token, but it reads the original one at the next position. So the floor
+            rises and the inputs do not change. A modality without an entry has no noise.
+        mutual_information: mutual information of each modality and the modality before it, nats per document. All
+            of it is between their tied roots.
+        order: order of the modalities: forward, backward, or both (each in a random half of the documents).
+        language: seed of the random token orders of the transitions, independent of the seed of the run.
+
+    Raises:
+        ValueError: infeasible values; the message has the feasible interval.
+    """
+
+    vocabulary: dict[str, int] = number(lambda: {"text": 128, "image": 128}, 2, 2**20)
+    skew: dict[str, float] = number(lambda: {"text": 0.7, "image": 0.7}, 0.0, 10.0)
+    entropy: dict[str, float] = number(lambda: {"text": 2.75, "image": 2.75}, -_SLACK, 14.0)
+    tokens: dict[str, int] = number(lambda: {"text": 48, "image": 48}, 1, 2**20)
+    lag: dict[str, int] = number(lambda: {"text": 4, "image": 4}, 1, 2**20)
+    grid: dict[str, int] = number(dict, 0, 2**20)
+    target_noise: dict[str, float] = number(dict, 0.0, 1.0)
+    mutual_information: float = number(0.0, -_SLACK, 2e7)
+    order: Literal["forward", "backward", "both"] = "both"
+    language: int = number(0, 0, MOST_SEED)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "data.dial")
+        names = tuple(self.vocabulary)
+        if not names:
+            raise ValueError("data.dial.vocabulary is empty: give the number of ids of at least 1 modality.")
+        try:
+            for m in names:
+                tag("loss", m)
+        except ValueError as error:
+            raise ValueError(f"data.dial.vocabulary has an invalid name: {error}.") from None
+        for name in ("skew", "entropy", "tokens", "lag", "grid", "target_noise"):
+            given, optional = set(getattr(self, name)), name in ("grid", "target_noise")
+            if given - set(names) or (given != set(names) and not optional):
+                raise ValueError(
+                    f"data.dial.{name} has {', '.join(getattr(self, name)) or 'no modality'} and data.dial.vocabulary"
+                    f" has {', '.join(names)}: use {'no other' if optional else 'the same'} modalities."
+                )
+        for m in names:
+            if (width := self.grid.get(m, 0)) and self.tokens[m] % width:
+                raise ValueError(
+                    f"data.dial.grid.{m} is {width}: give 0 (a chain) or a divisor of data.dial.tokens.{m}, which is"
+                    f" {self.tokens[m]}."
+                )
+            low, high = self.entropy_interval(m)
+            shape = f"with vocabulary {self.vocabulary[m]} and skew {self.skew[m]:g} "
+            _check(f"entropy.{m}", self.entropy[m], low, high, shape)
+        most, limits = self.greatest_mutual_information()
+        _check("mutual_information", self.mutual_information, 0.0, most, limits)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Modalities in the order of the configuration."""
+        return tuple(self.vocabulary)
+
+    def unigram(self, m: str) -> tuple[int, float]:
+        """Return the vocabulary and skew of a modality."""
+        return self.vocabulary[m], float(self.skew[m])
+
+    def inner(self, m: str) -> Coupling:
+        """Return the coupling of parents and children inside a modality."""
+        return coupling(self.unigram(m), self.unigram(m), self.language, _INNER)
+
+    def tie(self, before: str, after: str) -> Coupling:
+        """Return the coupling of the roots of two consecutive modalities."""
+        return coupling(self.unigram(before), self.unigram(after), self.language, _TIE)
+
+    def entropy_interval(self, m: str) -> tuple[float, float]:
+        """Return the least and greatest feasible ``entropy`` of a modality, nats."""
+        high = unigram_entropy(zipf(*self.unigram(m)))
+        low = high - self.inner(m).greatest
+        return (low if low > 1e-5 else 0.0), high  # for uniform vocabularies low is 0 up to rounding
+
+    def greatest_mutual_information(self) -> tuple[float, str]:
+        """Return the greatest feasible ``mutual_information``, nats, and a phrase with the ties that limit it."""
+        best, given = math.inf, ""
+        for before, after in pairwise(self.names):
+            ties = self.ties(before, after)
+            if (most := ties * self.tie(before, after).greatest) < best:
+                best, given = most, f"with {ties} {'tie' if ties == 1 else 'ties'} of {before} and {after} "
+        return (best, given) if given else (0.0, "with a single modality ")
+
+    def ties(self, before: str, after: str) -> int:
+        """Return the number of tied roots of two consecutive modalities."""
+        return min(len(self.levels(m)[0].child) for m in (before, after))
+
+    def levels(self, m: str) -> list[Level]:
+        """Return the forest of a modality."""
+        return forest(self.tokens[m], self.lag[m], self.grid.get(m, 0))
+
+
+def _check(name: str, value: float, low: float, high: float, given: str) -> None:
+    # The printed bounds are rounded inwards, so that each is feasible.
+    if not low - _SLACK <= value <= high + _SLACK:
+        bounds = f"{_inside(low, math.ceil)} and {_inside(high, math.floor)} nats"
+        raise ValueError(f"data.dial.{name} is {value}: {given}give a value between {bounds}.")
+
+
+def _inside(bound: float, towards: Callable[[float], int]) -> str:
+    return f"{towards(bound * 1e4) / 1e4:.4f}".rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -95,31 +225,31 @@ class DataConfig:
         for name in (*SOURCE_FIELDS.values(), "tokens", "tokenizers", "cache"):
             if self.read == "tokens" or name not in SOURCE_FIELDS.values():
                 check_local(getattr(self, name), f"data.{name}", "download the files, or set data.read to shards")
-        if self.read == "shards" and self.patch:
-            raise ValueError("data.patch needs token arrays: set data.read to tokens.")
-        if self.pairing != "matched":
-            if self.read == "shards":
-                raise ValueError(f"data.pairing '{self.pairing}' needs token arrays: set data.read to tokens.")
-            if self.pairing == "captions" and self.mix.get("image", 0) > 0:
-                raise ValueError(
-                    "data.pairing 'captions' removes the images that data.mix asks for: set data.mix.image to 0."
-                )
         Mixture(self.mix, self.image_first_prob, seed=0)  # raises for an invalid mixture
-        kinds = [kind for kind, weight in self.mix.items() if weight > 0]
-        if sum(any(kind in family for kind in kinds) for family in FAMILIES) > 1:
-            raise ValueError(
-                f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have their own vocabularies; use each alone."
-            )
-        for kind in kinds:
-            folder = FOLDER_FIELDS.get(kind)
-            if folder and not getattr(self, folder):
-                raise ValueError(f"data.mix asks for {kind}, but data.{folder} is empty: name its folder.")
-        for kind in ("tokens", "interleaved"):  # the other sources have defaults
-            if getattr(self, kind) and kind not in kinds:
-                raise ValueError(
-                    f"data.{kind} is given, but data.mix has no {kind}, so it would not be read: set data.mix"
-                    f" '{{\"{kind}\": 1}}', or leave data.{kind} out."
-                )
+        kinds = self.kinds
+        shards = self.read == "shards"
+        refuse({
+            "data.patch needs token arrays: set data.read to tokens.": shards and self.patch,
+            f"data.pairing '{self.pairing}' needs token arrays: set data.read to tokens.":
+                shards and self.pairing != "matched",
+            "data.pairing 'captions' removes the images that data.mix asks for: set data.mix.image to 0.":
+                self.pairing == "captions" and "image" in kinds,
+            f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have their own vocabularies; use each alone.":
+                sum(any(kind in family for kind in kinds) for family in FAMILIES) > 1,
+        } | {
+            f"data.mix asks for {kind}, but data.{FOLDER_FIELDS[kind]} is empty: name its folder.":
+                not getattr(self, FOLDER_FIELDS[kind])
+            for kind in kinds if kind in FOLDER_FIELDS
+        } | {
+            f"data.{kind} is given, but data.mix has no {kind}, so it would not be read: set data.mix"
+            f" '{{\"{kind}\": 1}}', or leave data.{kind} out.": getattr(self, kind) and kind not in kinds
+            for kind in ("tokens", "interleaved")  # the other sources have defaults
+        })  # fmt: skip
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of data.mix that have a weight."""
+        return [kind for kind, weight in self.mix.items() if weight > 0]
 
     @property
     def documents_apart(self) -> bool:
@@ -129,7 +259,7 @@ class DataConfig:
     @property
     def family(self) -> tuple[str, ...]:
         """The kinds of data.mix that have this configuration's vocabulary."""
-        return next(f for f in FAMILIES if any(self.mix.get(kind, 0) > 0 for kind in f))
+        return next(family for family in FAMILIES if any(kind in family for kind in self.kinds))
 
     @property
     def sources(self) -> dict[str, Path]:
@@ -156,7 +286,7 @@ class DataConfig:
 
     @property
     def _read(self) -> dict[str, str]:
-        wanted = {"pair" if kind == "image" else kind for kind, weight in self.mix.items() if weight > 0}
+        wanted = {source_of(kind) for kind in self.kinds}
         return {kind: getattr(self, name) for kind, name in SOURCE_FIELDS.items() if kind in wanted}
 
     @property
@@ -169,10 +299,10 @@ def layout(config: DataConfig) -> Layout:
     """Return the layout of the ids of a configuration.
 
     Raises:
-        UserError: tokenizers or a token folder are missing or damaged. ValueError: the dial is infeasible.
+        UserError: tokenizers or a token folder are missing or damaged.
     """
     if "dial" in config.family:
-        return Layout(Dial(config.dial).vocab_sizes)
+        return Layout(dict(config.dial.vocabulary))
     if "tokens" in config.family:
         header = read_header(config.tokens)
         if header.kind != "tokens":
@@ -197,7 +327,7 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     fields |= {"read": "tokens", "val_fraction": 0.0}
     if config.stream_hashes:
         fields |= {"read": "streams", "val_fraction": config.val_fraction or SHARE}
-    fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first_prob": 0.0}
+    fields |= {} if "pair" in config.kinds else {"image_first_prob": 0.0}
     if config.pairing == "matched" or "pair" not in config._read:
         del fields["pairing"]  # older runs do not have this field
     fields |= {} if config.pack == "documents" else {"document_mask": True}

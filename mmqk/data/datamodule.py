@@ -13,13 +13,14 @@ import lightning as L
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig, layout
 from mmqk.data.dial import Dial
-from mmqk.data.loader import MicroBatches, PositionedLoader, RowMaker, StreamBatches, StreamLoader
+from mmqk.data.loader import MicroBatches, PositionedLoader, StreamedParts, StreamLoader
+from mmqk.data.mixture import source_of
 from mmqk.data.order import TrainingOrder, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder, count_targets, describe, floors, unigram_loss
 from mmqk.data.shards.read import ShardCache
-from mmqk.data.stream import PAIRS, Rows, Stream
-from mmqk.data.tokens.encode import open_source
-from mmqk.data.tokens.folder import Captions, ShuffledPairs, open_tokens
+from mmqk.data.stream import LaneRows, Stream
+from mmqk.data.tokens.encode import ChangedPairs, open_source
+from mmqk.data.tokens.folder import open_tokens
 from mmqk.model.patch import named_function
 from mmqk.store import UserError, identity_hash
 
@@ -27,7 +28,6 @@ from mmqk.store import UserError, identity_hash
 SAMPLE = 512
 # Of a run that reads shards, the sequences of this many rows of the first steps.
 SAMPLE_LANES = 16
-PAIRINGS: dict[str, Any] = {"shuffled": ShuffledPairs, "captions": Captions}
 # Largest number of training sequences whose targets are counted, which takes a fraction of a second.
 COUNTED = 8192
 
@@ -69,10 +69,9 @@ class TokenDataModule(L.LightningDataModule):
             self.stores = stores = self._open()
             pack = config.pack == "documents"
             train, val = ({kind: s[split] for kind, s in stores.items()} for split in ("train", "val"))
-            for kind in (k for k, weight in config.mix.items() if weight > 0 and k != "dial"):
-                store = "pair" if kind == "image" else kind
-                if not len(val[store]):
-                    documents = len(train[store])
+            for kind in config.kinds:
+                if kind != "dial" and not len(val[source_of(kind)]):
+                    documents = len(train[source_of(kind)])
                     remedy = "make its folder again, with another --out and without --val-fraction."
                     if documents < 2:
                         remedy = "give more documents."
@@ -80,9 +79,8 @@ class TokenDataModule(L.LightningDataModule):
                         f"data.mix asks for {kind}, but none of its {documents} documents is held out: {remedy}"
                     )
             self.builder = builder = SequenceBuilder(train, ids, config.seq_len)
-            wanted = {kind: "pair" if kind in PAIRS else kind for kind, weight in config.mix.items() if weight > 0}
-            streams = {kind: train[store] for kind, store in wanted.items() if store in config.streams}
-            self.rows = {kind: Rows(stream, builder, kind, pack) for kind, stream in streams.items()}
+            streamed = [kind for kind in config.kinds if source_of(kind) in config.streams]
+            self.rows = {kind: LaneRows(train[source_of(kind)], builder, kind, pack) for kind in streamed}
             self.order = TrainingOrder(
                 builder, config.mix, config.image_first_prob, self.seed, pack, dial, streamed=self.rows
             )
@@ -105,8 +103,8 @@ class TokenDataModule(L.LightningDataModule):
             stream = Stream(kind, shards, tokenizers, config.val_fraction, copies)
             tokens = config.val_sequences * config.seq_len if kind == "text" else 0
             stores[kind] = {"train": stream, "val": stream.held_out(config.val_sequences, tokens)}
-        if (other := PAIRINGS.get(config.pairing)) and "pair" in stores:
-            stores["pair"] = {split: other(pairs) for split, pairs in stores["pair"].items()}
+        if config.pairing != "matched" and "pair" in stores:
+            stores["pair"] = {split: ChangedPairs(pairs, config.pairing) for split, pairs in stores["pair"].items()}
         return stores
 
     def few_held_out(self) -> str:
@@ -143,16 +141,15 @@ class TokenDataModule(L.LightningDataModule):
                 " last step of an epoch would have too few batches: change one of them."
             )
         device, documents = trainer.strategy.root_device, self.config.documents_apart
-        place = (size, accumulate, trainer.global_rank, trainer.world_size, trainer.max_steps)
+        patch = named_function(self.config.patch) if self.config.patch else None
+        batches = MicroBatches(
+            self.order, size, accumulate, trainer.global_rank, world, trainer.max_steps, documents, patch
+        )
         if self.rows:
-            batches = StreamBatches(self.order, self.rows, self.seed, *place)
             identity = identity_hash({"seed": self.seed, **self.config.stream_hashes})
-            self._loader = StreamLoader(batches, identity, self.config.workers, device, documents)
+            self._loader = StreamLoader(batches, self.rows, self.seed, identity, self.config.workers, device)
         else:
-            patch = named_function(self.config.patch) if self.config.patch else None
-            self._loader = PositionedLoader(
-                MicroBatches(self.order, *place, documents, patch), self.config.workers, device
-            )
+            self._loader = PositionedLoader(batches, self.config.workers, device)
         return self._loader
 
     def step_rows(self, i: int, n: int) -> TokenBatch:
@@ -178,8 +175,9 @@ class TokenDataModule(L.LightningDataModule):
         if not self.rows:
             return [self.order.row(index) for index in range(SAMPLE)]
         lanes = min(self.config.batch_size, SAMPLE_LANES)
-        maker = RowMaker(StreamBatches(self.order, self.rows, self.seed, self.config.batch_size, 1, 0, 1, 1), {})
-        parts = [maker.part(step, range(lanes)) for step in range(SAMPLE // lanes)]
+        batches = MicroBatches(self.order, self.config.batch_size, accumulate=1, rank=0, world=1, steps=1)
+        source = StreamedParts(batches, self.rows, self.seed)
+        parts = [source.part(step, range(lanes)) for step in range(SAMPLE // lanes)]
         return [row for part in parts for row in part.rows.values()]
 
     def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The configuration of the dial, and its pairs of tokens with a chosen mutual information and exact marginals.
+"""The parts of the dial: pairs of tokens with a chosen mutual information and exact marginals, and parents of tokens.
 
 The distribution of a pair of tokens (a, b) with unigrams π_a and π_b is J = ρ N + (1−ρ) π_a π_bᵀ. N is the
 north-west-corner (quantile) coupling: the tokens of each unigram are intervals of [0, 1) in a fixed random order, and
@@ -12,6 +12,7 @@ Shapes: V vocabulary, S segments (pairs with N(i, j) > 0), N (in names such as `
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -158,3 +159,29 @@ class Edge:
         common_N += 1 - self.rho
         with np.errstate(divide="ignore"):
             return np.log(common_N, out=common_N)
+
+
+class Level(NamedTuple):
+    """Tokens of one depth of a forest and their parents, as positions within the modality; a root has parent -1."""
+
+    child: np.ndarray
+    parent: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def forest(tokens: int, lag: int, width: int) -> list[Level]:
+    """Return the parents of the tokens of a modality, by depth; roots first.
+
+    In a grid the parent is ``lag`` rows above, so that every token has the same distance to its parent. In the first
+    ``lag`` rows the parents are to the left, which connects the columns.
+    """
+    place = np.arange(tokens)
+    if width:
+        row, column = np.divmod(place, width)
+        parent = np.where(row >= lag, place - lag * width, np.where(column >= lag, place - lag, -1))
+    else:
+        parent = np.where(place >= lag, place - lag, -1)
+    depth = np.zeros(tokens, dtype=np.int64)
+    for t in np.flatnonzero(parent >= 0):
+        depth[t] = depth[parent[t]] + 1
+    return [Level(place[depth == d], parent[depth == d]) for d in range(depth.max() + 1)]

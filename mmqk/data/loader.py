@@ -28,7 +28,7 @@ from mmqk.data.mixture import kind_of
 from mmqk.data.order import STREAMS, TrainingOrder, sequence_numbers
 from mmqk.data.sequences import Row
 from mmqk.data.shards.samples import ReasonCounts, printable
-from mmqk.data.stream import Account, Cursor, Lane, Rows
+from mmqk.data.stream import Account, Cursor, Lane, LaneRows
 from mmqk.distributed import gathered, summed
 from mmqk.store import UserError
 
@@ -64,12 +64,17 @@ class MicroBatches(Dataset):
         return self.steps * self.accumulate
 
     def __getitem__(self, i: int) -> TokenBatch:
-        micro = i % self.accumulate
-        return self._batch(i, (micro * self.world + self.rank) * self.size, self.size)
+        return self._batch(i, self.places(i % self.accumulate))
+
+    def places(self, micro: int) -> range:
+        """Return the rows of this rank in micro-batch ``micro`` of a step, by their number in the step."""
+        start = (micro * self.world + self.rank) * self.size
+        return range(start, start + self.size)
 
     def first_rows(self, i: int, n: int) -> TokenBatch:
         """Return the first ``n`` sequences of micro-batch ``i`` over all ranks."""
-        return self._batch(i, i % self.accumulate * self.world * self.size, n)
+        start = i % self.accumulate * self.world * self.size
+        return self._batch(i, range(start, start + n))
 
     def numbers(self, step: int) -> list[int]:
         """Return the numbers of the sequences of a step, the first step being 0."""
@@ -77,14 +82,14 @@ class MicroBatches(Dataset):
         numbers: list[int] = sequence_numbers(np.arange(start, start + self.batch_size), self.skip).tolist()
         return numbers
 
-    def _batch(self, i: int, first: int, n: int) -> TokenBatch:
-        """Return ``n`` sequences of the step of micro-batch ``i``, starting at sequence ``first``."""
+    def _batch(self, i: int, places: range) -> TokenBatch:
+        """Return the sequences at these places of the step of micro-batch ``i``."""
         step = i // self.accumulate
         if self._step != step:
             rows = [self.order.row(n) for n in self.numbers(step)]
             self._step, self._rows = step, rows if self.patch is None else self.patch(rows, step, self.order)
         step_targets = sum(row.targets for row in self._rows)
-        return self.order.builder.batch(self._rows[first : first + n], step_targets, self.documents)
+        return self.order.builder.batch(self._rows[places.start : places.stop], step_targets, self.documents)
 
 
 _OF_STEP = ("batch_size", "accumulate")
@@ -165,66 +170,34 @@ class Part:
     files: int = 0
 
 
-class StreamBatches:
-    """The micro-batches of one rank, made of the rows of lanes.
+class StreamedParts(IterableDataset):
+    """The rows of one worker from micro-batch ``start`` on, made from lanes, which are opened when they are needed.
 
-    Attributes:
-        ahead: as in `MicroBatches`.
+    Args:
+        batches: the micro-batches of this rank.
+        rows: makes the rows of each kind that is read from shards.
+        seed: seed of the order of the documents.
+        cursors: where lanes begin.
     """
-
-    skip: tuple[int, ...] = ()
 
     def __init__(
         self,
-        order: TrainingOrder,
-        rows: Mapping[str, Rows],
+        batches: MicroBatches,
+        rows: Mapping[str, LaneRows],
         seed: int,
-        batch_size: int,
-        accumulate: int,
-        rank: int,
-        world: int,
-        steps: int,
+        start: int = 0,
+        cursors: Cursors | None = None,
     ) -> None:
-        self.order, self.rows, self.seed, self.ahead = order, rows, seed, 0
-        self.batch_size, self.accumulate, self.steps = batch_size, accumulate, steps
-        self.rank, self.world, self.size = rank, world, batch_size // (accumulate * world)
-
-    def __len__(self) -> int:
-        return self.steps * self.accumulate
-
-    def places(self, micro: int) -> range:
-        """Return the rows of this rank in micro-batch ``micro`` of a step, by their number in the step."""
-        start = (micro * self.world + self.rank) * self.size
-        return range(start, start + self.size)
-
-    def lane(self, kind: str, number: int, account: Account, cursor: Cursor) -> Lane:
-        """Return the lane of row ``number`` of the batch."""
-        stream = self.rows[kind].stream
-        return stream.lane(account, number, self.batch_size, (self.seed, STREAMS[kind]), cursor)
-
-
-class _Parts(IterableDataset):
-    """The parts of one worker, from micro-batch ``start`` on."""
-
-    def __init__(self, batches: StreamBatches, start: int, cursors: Cursors) -> None:
-        self.batches, self.start, self.cursors = batches, start, cursors
+        self.batches, self.rows, self.seed, self.start, self.cursors = batches, rows, seed, start, cursors or {}
+        self.lanes: dict[tuple[str, int], Lane] = {}
+        self.accounts = {kind: Account(of_kind.stream.kind) for kind, of_kind in rows.items()}
 
     def __iter__(self) -> Iterator[Part]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        maker = RowMaker(self.batches, self.cursors)
         for i in range(self.start, len(self.batches)):
             step, micro = divmod(i, self.batches.accumulate)
-            yield maker.part(step, self.batches.places(micro)[worker::workers])
-
-
-class RowMaker:
-    """Makes rows from lanes, which it opens when it needs them."""
-
-    def __init__(self, batches: StreamBatches, cursors: Cursors) -> None:
-        self.batches, self.cursors = batches, cursors
-        self.lanes: dict[tuple[str, int], Lane] = {}
-        self.accounts = {kind: Account(rows.stream.kind) for kind, rows in batches.rows.items()}
+            yield self.part(step, self.batches.places(micro)[worker::workers])
 
     def part(self, step: int, places: range) -> Part:
         """Return rows of a step, by their number in the batch.
@@ -232,19 +205,21 @@ class RowMaker:
         Raises:
             UserError: too many samples or shards cannot be used.
         """
-        part, batches = Part(), self.batches
+        part, order = Part(), self.batches.order
         for place in places:
-            index = step * batches.batch_size + batches.ahead + place
-            slot = batches.order.mixture.draw(index).slot
+            index = step * self.batches.batch_size + self.batches.ahead + place
+            slot = order.mixture.draw(index).slot
             kind = kind_of(slot)
-            if kind not in batches.rows:
-                part.rows[place] = batches.order.row(index)
+            if kind not in self.rows:
+                part.rows[place] = order.row(index)
                 continue
             if (kind, place) not in self.lanes:
-                cursor = self.cursors.get((kind, place), Cursor())
-                self.lanes[kind, place] = batches.lane(kind, place, self.accounts[kind], cursor)
+                key, cursor = (self.seed, STREAMS[kind]), self.cursors.get((kind, place), Cursor())
+                self.lanes[kind, place] = self.rows[kind].stream.lane(
+                    self.accounts[kind], place, self.batches.batch_size, key, cursor
+                )
             lane = self.lanes[kind, place]
-            part.rows[place] = batches.rows[kind].row(lane, slot)
+            part.rows[place] = self.rows[kind].row(lane, slot)
             part.cursors[kind, place] = lane.cursor
         for account in self.accounts.values():
             skipped, unread, files = account.take()
@@ -259,10 +234,10 @@ class StreamLoader(PositionedLoader):
 
     Args:
         dataset: the micro-batches of this rank.
+        rows, seed: as for `StreamedParts`.
         identity: hash of the shards and of what decides their order; a state of another one is refused.
         workers: loader processes.
         device: where batches go.
-        documents: as for `SequenceBuilder.batch`.
 
     Attributes:
         skipped: the reason for each skipped sample or shard, by its name; at most `LISTED` are kept.
@@ -270,13 +245,17 @@ class StreamLoader(PositionedLoader):
         unread, files: files that belong to no document, and the number of all files, since the start of this process.
     """
 
-    dataset: StreamBatches  # type: ignore[assignment]
-
     def __init__(
-        self, dataset: StreamBatches, identity: str, workers: int, device: torch.device, documents: bool
+        self,
+        dataset: MicroBatches,
+        rows: Mapping[str, LaneRows],
+        seed: int,
+        identity: str,
+        workers: int,
+        device: torch.device,
     ) -> None:
-        super().__init__(dataset, workers, device)  # type: ignore[arg-type]
-        self.identity, self.documents = identity, documents
+        super().__init__(dataset, workers, device)
+        self.rows, self.seed, self.identity = rows, seed, identity
         self.cursors: Cursors = {}
         self.skipped: dict[str, str] = {}
         self.counts: dict[str, int] = {}
@@ -284,7 +263,7 @@ class StreamLoader(PositionedLoader):
 
     def _batches(self) -> Iterator[TokenBatch]:
         workers, accumulate = min(self.workers, self.dataset.size), self.dataset.accumulate
-        source = _Parts(self.dataset, self.position, dict(self.cursors))
+        source = StreamedParts(self.dataset, self.rows, self.seed, self.position, dict(self.cursors))
         parts = iter(DataLoader(source, batch_size=None, num_workers=workers, collate_fn=_unchanged))  # type: ignore[arg-type]
         for _ in range(self.position, len(self.dataset), accumulate):
             # The normalizer of the loss counts the targets of the whole step.
@@ -296,7 +275,7 @@ class StreamLoader(PositionedLoader):
                     self._consume(part)
                 merged = {place: row for part in micro for place, row in part.rows.items()}
                 ordered = [merged[place] for place in sorted(merged)]
-                yield self.dataset.order.builder.batch(ordered, targets, self.documents)
+                yield self.dataset.order.builder.batch(ordered, targets, self.dataset.documents)
 
     def _consume(self, part: Part) -> None:
         self.cursors |= part.cursors
@@ -312,7 +291,7 @@ class StreamLoader(PositionedLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks, which all must call this function."""
-        kinds = list(self.dataset.rows)
+        kinds = list(self.rows)
         table = np.array([[kinds.index(kind), lane, *cursor] for (kind, lane), cursor in sorted(self.cursors.items())])
         own = {int(place) for micro in range(self.dataset.accumulate) for place in self.dataset.places(micro)}
         table = table.reshape(-1, 2 + len(Cursor._fields)).astype(np.int64)

@@ -1,9 +1,10 @@
-"""The order of samples: a pure function of (weights, seed, index).
+"""Which kind of row is at each place of the order, and which items of that kind it has.
 
 A *slot cycle* of 240 places contains every kind in its exact proportion, evenly spread; each cycle has a new order.
 In any stretch of consecutive samples, the count of each kind differs from its expected count by only a few. The n-th
 draw of a kind is the n-th item of the shuffled epochs of that kind, so a change of one weight does not change the
-order within a kind.
+order within a kind. `Epochs` has one item in each row, `Packing` several documents. All are pure functions of their
+arguments and a number.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class Draw(NamedTuple):
 def kind_of(slot: str) -> str:
     """Return the kind in ``data.mix`` that a slot belongs to."""
     return "pair" if slot in SLOTS[:2] else slot
+
+
+def source_of(kind: str) -> str:
+    """Return the kind of documents that rows of a kind are made of: image rows are made of pairs."""
+    return "pair" if kind == "image" else kind
 
 
 def random_stream(*key: int) -> np.random.Generator:

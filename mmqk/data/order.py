@@ -9,7 +9,7 @@ from itertools import cycle, islice
 import numpy as np
 
 from mmqk.data.dial import Dial
-from mmqk.data.mixture import Epochs, IndexedCache, Mixture, Packing, kind_of, random_stream
+from mmqk.data.mixture import Epochs, IndexedCache, Mixture, Packing, kind_of, random_stream, source_of
 from mmqk.data.sequences import Row, SequenceBuilder, joined, pieces
 
 DIAL_CHUNK = 64
@@ -58,7 +58,7 @@ class Windows(IndexedCache):
         places."""
         return int(random_stream(self.seed, TEXT_OFFSET, epoch).integers(self.length))
 
-    def row(self, nth: int) -> Row:
+    def row(self, nth: int, slot: str) -> Row:
         return self.builder.window(self.kind, self._start(nth))
 
     def _start(self, nth: int) -> int:
@@ -102,7 +102,7 @@ class DialRows(IndexedCache):
         shape = (DIAL_CHUNK, self.per_row * self.dial.length)
         return ids_NT.reshape(shape), surprise_NT.reshape(shape), targets_NT.reshape(shape)
 
-    def row(self, nth: int) -> Row:
+    def row(self, nth: int, slot: str) -> Row:
         chunk, place = divmod(nth, DIAL_CHUNK)
         ids, surprise, targets = self._kept(chunk)
         starts = tuple(range(0, self.per_row * self.dial.length, self.dial.length))
@@ -111,6 +111,47 @@ class DialRows(IndexedCache):
     def contents(self, nth: int) -> list[Content]:
         """Return the documents of row ``nth``."""
         return [Content("dial", nth * self.per_row + n, 0, self.dial.length) for n in range(self.per_row)]
+
+
+class ItemRows:
+    """Rows of items: pairs, images, or pieces of other documents. A row has one item, or several that are packed."""
+
+    def __init__(self, builder: SequenceBuilder, kind: str, seed: int, pack: bool) -> None:
+        self.builder, self.kind = builder, kind
+        self.store = builder.stores[source_of(kind)]
+        self._pieces_P3 = None if source_of(kind) == "pair" else pieces(self.store, builder.room)
+        self.order: Epochs | Packing
+        if pack:
+            self.order = Packing(self._lengths(), builder.seq_len, seed, STREAMS[kind])
+        else:
+            n = len(self.store) if self._pieces_P3 is None else len(self._pieces_P3)
+            self.order = Epochs(n, seed, STREAMS[kind])
+
+    def _lengths(self) -> np.ndarray:
+        """Return, for each item, the number of positions that it fills, special tokens included."""
+        if self._pieces_P3 is not None:
+            return self._pieces_P3[:, 2] - self._pieces_P3[:, 1] + (self.builder.seq_len - self.builder.room)
+        if self.kind == "pair":
+            return self.builder.pair_lengths()
+        return np.full(len(self.store), self.store.image_tokens + 2)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def row(self, nth: int, slot: str) -> Row:
+        return joined([self._item(slot, item) for item in self.order.items(nth)])
+
+    def _item(self, slot: str, item: int) -> Row:
+        if self._pieces_P3 is not None:
+            return self.builder.piece(self.kind, self._pieces_P3[item])
+        return self.builder.image(item) if slot == "image" else self.builder.pair(item, slot == "image_first")
+
+    def contents(self, nth: int) -> list[Content]:
+        """Return the documents of row ``nth``."""
+        items = self.order.items(nth)
+        if self._pieces_P3 is not None:
+            return [Content(self.kind, *self._pieces_P3[item].tolist()) for item in items]
+        return [Content(self.kind, item, 0, len(self.store[item])) for item in items]
 
 
 class TrainingOrder:
@@ -141,48 +182,28 @@ class TrainingOrder:
     ):
         self.builder = builder
         self.mixture = Mixture(dict(weights), image_first, seed)
-        self._sources: dict[str, Windows | DialRows] = {}  # kinds whose source returns whole rows
-        self._orders: dict[str, Epochs | Packing] = {}  # kinds whose rows are made of items: pairs, images or pieces
-        self._pieces: dict[str, np.ndarray] = {}
-        room, stores = builder.seq_len, builder.stores
+        self._sources: dict[str, Windows | DialRows | ItemRows] = {}
         for kind in (kind for kind, weight in weights.items() if weight > 0 and kind not in streamed):
             if kind == "dial":
                 if dial is not None:
-                    self._sources[kind] = DialRows(dial, room, 2 * seed, pack)
-                continue
-            store = stores.get("pair" if kind == "image" else kind, ())
-            if not len(store):
+                    self._sources[kind] = DialRows(dial, builder.seq_len, 2 * seed, pack)
+            elif not len(builder.stores.get(source_of(kind), ())):
                 raise ValueError(f"data.mix asks for {kind}, which has no samples.")
-            if kind == "text" and not pack:
+            elif kind == "text" and not pack:
                 self._sources[kind] = Windows(builder, kind, seed)
-                continue
-            if kind not in ("pair", "image"):
-                self._pieces[kind] = pieces(store, builder.room)
-            if pack:
-                self._orders[kind] = Packing(self._lengths(kind), room, seed, STREAMS[kind])
             else:
-                self._orders[kind] = Epochs(len(self._pieces.get(kind, store)), seed, STREAMS[kind])
-
-    def _lengths(self, kind: str) -> np.ndarray:
-        """Return, for each item of a kind, the number of positions that it fills, special tokens included."""
-        if kind == "pair":
-            return self.builder.pair_lengths()
-        if kind == "image":
-            pairs = self.builder.stores["pair"]
-            return np.full(len(pairs), pairs.image_tokens + 2)
-        _, start_N, end_N = self._pieces[kind].T
-        return end_N - start_N + (self.builder.seq_len - self.builder.room)
+                self._sources[kind] = ItemRows(builder, kind, seed, pack)
 
     @property
     def padding(self) -> dict[str, float]:
         """Fraction of padding in the rows of each packed kind."""
-        return {kind: o.padding for kind, o in self._orders.items() if isinstance(o, Packing)}
+        orders = {kind: getattr(source, "order", None) for kind, source in self._sources.items()}
+        return {kind: order.padding for kind, order in orders.items() if isinstance(order, Packing)}
 
     @property
     def rows_of_an_epoch(self) -> dict[str, int]:
         """Number of sequences in one epoch of each kind, without the dial, which is endless."""
-        orders = {**self._orders, **self._sources}
-        return {kind: len(order) for kind, order in orders.items() if not isinstance(order, DialRows)}
+        return {kind: len(source) for kind, source in self._sources.items() if not isinstance(source, DialRows)}
 
     def is_fresh(self, index: int) -> bool:
         """Return whether row ``index`` belongs to the first epoch of its kind, in which all documents are new."""
@@ -192,34 +213,19 @@ class TrainingOrder:
     def contents(self, index: int) -> list[Content]:
         """Return the documents of row ``index`` in order; empty for text windows and the dial."""
         slot, nth = self.mixture.draw(index)
-        kind = kind_of(slot)
-        if kind not in self._orders:
-            return []
-        items = self._orders[kind].items(nth)
-        if kind in self._pieces:
-            return [Content(kind, *self._pieces[kind][item].tolist()) for item in items]
-        return [Content(kind, item, 0, len(self.builder.stores["pair"][item])) for item in items]
+        source = self._sources.get(kind_of(slot))
+        return source.contents(nth) if isinstance(source, ItemRows) else []
 
     def samples(self, index: int) -> list[Content]:
         """Return `contents`, also of text windows and the dial."""
         slot, nth = self.mixture.draw(index)
         source = self._sources.get(kind_of(slot))
-        return self.contents(index) if source is None else source.contents(nth)
+        return [] if source is None else source.contents(nth)
 
     def row(self, index: int) -> Row:
         """Return sequence ``index`` of the order, of at most ``seq_len`` tokens."""
         slot, nth = self.mixture.draw(index)
-        kind = kind_of(slot)
-        if kind in self._sources:
-            return self._sources[kind].row(nth)
-        return joined([self._item(slot, kind, item) for item in self._orders[kind].items(nth)])
-
-    def _item(self, slot: str, kind: str, item: int) -> Row:
-        if kind == "pair":
-            return self.builder.pair(item, image_first=slot == "image_first")
-        if kind == "image":
-            return self.builder.image(item)
-        return self.builder.piece(kind, self._pieces[kind][item])
+        return self._sources[kind_of(slot)].row(nth, slot)
 
 
 # Order of the kinds of validation rows; kinds without held-out samples are left out. With pairs and text, three of
@@ -241,7 +247,7 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
     if dial is not None:
         # Training runs use even seeds for the dial (2 * seed), so no run trains on validation documents.
         rows_of = DialRows(dial, builder.seq_len, VALIDATION_SEED, pack=False)
-        return [rows_of.row(i) for i in range(n)]
+        return [rows_of.row(i, "dial") for i in range(n)]
     held_out = [kind for kind in VALIDATION_CYCLE if len(builder.stores.get(kind, ()))]
     if not held_out:
         raise ValueError("no validation split has a document: hold out a share of the data.")

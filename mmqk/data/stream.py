@@ -14,6 +14,7 @@ So a lane is the same for any number of ranks and loader workers, and its positi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -21,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmqk.data.mixture import mixed, permuted, random_stream
+from mmqk.data.mixture import mixed, permuted, random_stream, source_of
 from mmqk.data.sequences import Row, SequenceBuilder, joined, pieces
-from mmqk.data.shards.images import Dropped, load_image
+from mmqk.data.shards.images import Dropped
 from mmqk.data.shards.manifest import split_shards
 from mmqk.data.shards.names import filesystem, is_remote
 from mmqk.data.shards.read import Sample, ShardCache, ShardError, samples_of
@@ -72,8 +73,8 @@ class Account:
         self.kind = kind
         self.events: list[tuple[str, str]] = []
         self.unread, self.files = ReasonCounts(), 0
-        self._tried = {"samples": 0, "shards": 0}
-        self._bad = {"samples": 0, "shards": 0}
+        self.tried = {"samples": 0, "shards": 0}
+        self.bad = {"samples": 0, "shards": 0}
 
     def take(self) -> tuple[list[tuple[str, str]], ReasonCounts, int]:
         """Return and forget the events and the counts of files."""
@@ -83,16 +84,12 @@ class Account:
 
     def sample(self, shard: str, sample: Sample) -> None:
         """Count the files of a sample that was tried."""
-        self._tried["samples"] += 1
+        self.tried["samples"] += 1
         self.files += len(sample.fields) + len(sample.unread)
         for name in sample.unread:
             self.unread.add(IGNORED, f"{shard}: {name}")
         if self.kind != "text":
             count_unread(self.unread, self.kind, f"{shard}: {sample.key}", sample.fields)
-
-    def opened(self) -> None:
-        """Count a shard that was opened."""
-        self._tried["shards"] += 1
 
     def skip(self, what: str, name: str, reason: str) -> None:
         """Record that one of the ``what`` (samples or shards) cannot be used.
@@ -101,8 +98,8 @@ class Account:
             UserError: too many cannot be used.
         """
         self.events.append((name, reason))
-        self._bad[what] += 1
-        tried, bad = self._tried[what], self._bad[what]
+        self.bad[what] += 1
+        tried, bad = self.tried[what], self.bad[what]
         if bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried:
             raise UserError(
                 f"{bad} of the {tried} {what} read so far cannot be used, more than {MOST_UNUSABLE:.0%} (the last one"
@@ -111,6 +108,7 @@ class Account:
             )
 
 
+@dataclass
 class Lane:
     """An endless stream of documents.
 
@@ -125,19 +123,16 @@ class Lane:
         cache: copies of remote shards.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[str],
-        encode: Callable[[Sample], np.ndarray],
-        account: Account,
-        number: int,
-        lanes: int,
-        key: tuple[int, ...],
-        cursor: Cursor = Cursor(),  # noqa: B008 - immutable
-        cache: ShardCache | None = None,
-    ) -> None:
-        self.shards, self.encode, self.account, self.number, self.lanes = shards, encode, account, number, lanes
-        self.key, self.cursor, self.cache = key, cursor, cache
+    shards: Sequence[str]
+    encode: Callable[[Sample], np.ndarray]
+    account: Account
+    number: int
+    lanes: int
+    key: tuple[int, ...]
+    cursor: Cursor = Cursor()  # noqa: RUF009 - immutable
+    cache: ShardCache | None = None
+
+    def __post_init__(self) -> None:
         self._samples: Iterator[Sample] | None = None
         self._window: list[Sample] = []
         self._document: np.ndarray | None = None
@@ -193,7 +188,7 @@ class Lane:
                 continue
             self._shard, stride, rest = dealt
             if self._samples is None:
-                self.account.opened()
+                self.account.tried["shards"] += 1
                 self._samples = samples_of(self._shard, byte, sample, stride, rest, self.cache)
             try:
                 self._window = list(islice(self._samples, WINDOW))
@@ -227,7 +222,6 @@ class Lane:
         return self.shards[permuted(place, n, *self.key, epoch)], sharing, turn // n
 
 
-PAIRS = ("pair", "image")  # the kinds of data.mix that pairs are read for
 # The held-out shards are read in this many lanes, or one lane a shard. Their order is the same for every run.
 HELD_OUT_LANES, HELD_OUT_KEY = 8, (1, 0)
 
@@ -281,8 +275,7 @@ class Stream:
             Dropped: the sample cannot be used.
         """
         _, places = document_of(sample.fields, self.kind)
-        size = self._encoder.image_size if self.kind != "text" else 0
-        self._encoder.add([place if isinstance(place, str) else load_image(place, size) for place in places])
+        self._encoder.add(places)
         return self._encoder.take()[0].astype(np.int64)
 
     def lane(self, account: Account, number: int, lanes: int, key: tuple[int, ...], cursor: Cursor) -> Lane:
@@ -320,7 +313,7 @@ class _HeldOut(Account):
         super().skip(what, name, reason)
 
 
-class Rows:
+class LaneRows:
     """The rows of lanes, for one kind of data.mix.
 
     Args:
@@ -345,7 +338,7 @@ class Rows:
         while True:
             document = lane.document()
             one, part = self._one(document), lane.cursor.part
-            parts: Sequence[Any] = [] if self.kind in PAIRS else self._pieces(one)  # type: ignore[assignment]
+            parts: Sequence[Any] = [] if source_of(self.kind) == "pair" else self._pieces(one)  # type: ignore[assignment]
             if slot == "image":
                 row = one.image(0)
             else:

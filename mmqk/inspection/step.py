@@ -19,8 +19,9 @@ from mmqk.checkpoint import load_checkpoint, model_of
 from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
+from mmqk.data.mixture import source_of
 from mmqk.data.order import sequence_numbers
-from mmqk.data.shards.read import index_tar
+from mmqk.data.shards.tar import index_tar
 from mmqk.data.tokens.folder import is_token_folder, read_header, read_keys
 from mmqk.inspection.page import FILTERS, SLOT_WORDS, TEMPLATES, sequence_views
 from mmqk.inspection.views import shard_of
@@ -107,7 +108,7 @@ def samples_of(data: TokenDataModule, places: dict[str, Place], number: int) -> 
     ``end`` of its document that the sequence has. With data.pairing shuffled, a pair has an image and a caption."""
     found = []
     for content in data.order.samples(number):
-        kind = "pair" if content.kind == "image" else content.kind
+        kind = source_of(content.kind)
         other = getattr(data.stores.get(kind, {}).get("train"), "caption_of_N", None) if kind == content.kind else None
         parts = [(content.kind, content.item)]
         if other is not None:

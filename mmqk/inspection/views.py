@@ -21,8 +21,8 @@ from PIL import Image
 from mmqk.data.batch import TokenBatch
 from mmqk.data.shards.images import Dropped, load_image
 from mmqk.data.shards.manifest import MANIFEST, load_manifest
-from mmqk.data.shards.read import index_tar
 from mmqk.data.shards.samples import pair_of
+from mmqk.data.shards.tar import index_tar
 from mmqk.data.tokenizers.files import SPECIALS as OWN_SPECIALS
 from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer

@@ -1,6 +1,6 @@
 """The model, from token ids to logits. It uses only torch, and writes no logs or files.
 
-Names are imported on first use, so that the configuration (`mmqk.model.config`, `mmqk.model.checks`) can be
+Names are imported on first use, so that the configuration (`mmqk.model.config`) can be
 imported without torch.
 """
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .backend_limits import check_backend
 from .backends import RowStats, attention
-from .checks import check_backend
 from .config import ModelConfig, RopeScalingConfig
 from .linear import linear, through, untied
 from .norms import LayerScale, at_least_fp32, qk_norm

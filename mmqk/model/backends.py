@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .checks import check_backend
+from .backend_limits import check_backend
 from .config import ModelConfig
 from .norms import at_least_fp32
 

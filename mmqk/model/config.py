@@ -1,13 +1,18 @@
-"""Shape and variant of a model: frozen dataclasses that validate their values."""
+"""Shape and variant of a model: frozen dataclasses that refuse impossible values and combinations of fields.
+
+This file needs no torch, so that a configuration is checked before torch is imported.
+"""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmqk.model.ranges import BELOW_ONE, LARGEST, SMALLEST, check_fields, number, to_defaults
+from mmqk.model.ranges import BELOW_ONE, LARGEST, SMALLEST, check_fields, number, refuse, to_defaults
 
-from .checks import check_model
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LAYER = re.compile(r"(layer|head)\d{2,}")  # reserved in the names of logged statistics
 
 MlpKind = Literal["swiglu", "geglu", "gelu"]
 
@@ -51,22 +56,17 @@ class QKNormConfig:
             to_defaults(self, "scale_init", "scale_max")
         elif self.gain == "none":
             to_defaults(self, "scale_max")
-        if self.bias and self.kind in ("rms", "l2"):
-            raise ValueError(f"model.qk_norm.bias belongs to kind 'layer', but model.qk_norm.kind is '{self.kind}'.")
-        if self.kind == "l2":
-            if self.scope == "full":
-                raise ValueError(
-                    "model.qk_norm.scope 'full' does not work with model.qk_norm.kind 'l2': set it to head."
-                )
-            if self.gain == "zero_centered":
-                raise ValueError(
-                    "model.qk_norm.gain 'zero_centered' does not work with model.qk_norm.kind 'l2', whose scale"
-                    " starts at model.qk_norm.scale_init: set it to none, shared or per_head."
-                )
-            if self.scale_max is not None and self.scale_max < self.scale_init:
-                raise ValueError(
-                    f"model.qk_norm.scale_max {self.scale_max} is below model.qk_norm.scale_init {self.scale_init}."
-                )
+        l2 = self.kind == "l2"
+        refuse({
+            f"model.qk_norm.bias belongs to kind 'layer', but model.qk_norm.kind is '{self.kind}'.":
+                self.bias and self.kind in ("rms", "l2"),
+            "model.qk_norm.scope 'full' does not work with model.qk_norm.kind 'l2': set it to head.":
+                l2 and self.scope == "full",
+            "model.qk_norm.gain 'zero_centered' does not work with model.qk_norm.kind 'l2', whose scale starts at"
+            " model.qk_norm.scale_init: set it to none, shared or per_head.": l2 and self.gain == "zero_centered",
+            f"model.qk_norm.scale_max {self.scale_max} is below model.qk_norm.scale_init {self.scale_init}.":
+                l2 and self.scale_max is not None and self.scale_max < self.scale_init,
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ class RopeScalingConfig:
             to_defaults(self, "factor")
         if self.kind != "llama3":
             to_defaults(self, "low_freq_factor", "high_freq_factor", "original_length")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"model.rope_scaling.high_freq_factor {self.high_freq_factor} must be above"
-                f" model.rope_scaling.low_freq_factor {self.low_freq_factor}."
-            )
+        refuse({
+            f"model.rope_scaling.high_freq_factor {self.high_freq_factor} must be above"
+            f" model.rope_scaling.low_freq_factor {self.low_freq_factor}.":
+                self.high_freq_factor <= self.low_freq_factor,
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,9 @@ class ModelConfig:
             to_defaults(self, "global_every", "local_rope_theta")
         if len(self.vocab_sizes) == 1:
             to_defaults(self, "per_modality", "separate_first", "separate_last")
-        check_model(self)
+        _refuse_shapes(self)
+        _refuse_conflicts(self)
+        _refuse_copies(self)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":
@@ -316,3 +318,71 @@ class ModelConfig:
     def reach_of(self, layer: int) -> tuple[int, bool]:
         """Return `window_of` and `separates`. Layers with equal values share one attention mask."""
         return self.window_of(layer), self.separates(layer)
+
+
+def _refuse_shapes(c: ModelConfig) -> None:
+    refuse({
+        f"model.d_model {c.d_model} cannot be split into model.n_heads {c.n_heads} equal heads: change one of them, or"
+        " set model.d_head.": not c.d_head and c.d_model % c.n_heads,
+        f"model.d_head is {c.d_head}, which RoPE cannot rotate in pairs: make it even.": c.d_head % 2,
+        f"model.d_model {c.d_model} divided by model.n_heads {c.n_heads} gives the odd head_dim {c.head_dim}, which"
+        " RoPE cannot rotate in pairs.": c.head_dim % 2,
+        f"model.n_heads {c.n_heads} cannot share model.n_kv_heads {c.n_kv_heads} key heads evenly.":
+            c.n_heads % c.kv_heads,
+    } | {
+        f"model.vocab_sizes has a modality {name!r}: use letters, digits and _, and no name like layer03.":
+            not _NAME.fullmatch(name) or _LAYER.fullmatch(name)
+        for name in c.vocab_sizes
+    } | {
+        f"model.{field} names {name!r}, but the modalities are {', '.join(c.vocab_sizes)}.":
+            c.vocab_sizes and name not in c.vocab_sizes
+        for field, factors in (("embed_init", c.embed_init), ("embed_scale", c.embed_scale))
+        for name in factors
+    })  # fmt: skip
+
+
+def _refuse_conflicts(c: ModelConfig) -> None:
+    excluded_by_deep_norm = {
+        "pre_norm true": c.pre_norm,
+        "post_norm true": c.post_norm,
+        "residual_gate": c.residual_gate is not None,
+        f"depth_scale {c.depth_scale}": c.depth_scale != "none",
+        f"output_init {c.output_init}": c.output_init != "plain",
+    }
+    refuse({
+        f"model.deep_norm has its own norms, factors and initial sizes and excludes model.{name}: remove one of them.":
+            c.deep_norm and is_set
+        for name, is_set in excluded_by_deep_norm.items()
+    } | {
+        "model.pre_norm and model.post_norm are both false; set at least one of them.":
+            not (c.pre_norm or c.post_norm or c.deep_norm),
+        f"model.norm_bias belongs to model.norm layer, but model.norm is {c.norm}.":
+            c.norm_bias and c.norm != "layer",
+        f"model.post_gain_init {c.post_gain_init} needs a gain, but model.norm_gain is none.":
+            c.post_gain_init != 1 and c.norm_gain == "none",
+        f"model.attn_scale {c.attn_scale} would multiply the learned scale of model.qk_norm.kind l2, which replaces it:"
+        " remove model.attn_scale.": c.qk_norm.kind == "l2" and c.attn_scale not in ("rsqrt", "none"),
+        f"model.attn_sink is a logit of the softmax, but model.attention is {c.attention}: remove one of them.":
+            c.attn_sink and c.attention != "softmax",
+        f"model.mlp_clamp is for model.mlp 'swiglu', but model.mlp is '{c.mlp}': remove one of them.":
+            c.mlp_clamp is not None and c.mlp != "swiglu",
+        "model.depth_scale 'norm' scales the output of pre-norms, but model.pre_norm is false: set model.depth_scale to"
+        " branch or none.": c.depth_scale == "norm" and not c.pre_norm,
+    })  # fmt: skip
+
+
+def _refuse_copies(c: ModelConfig) -> None:
+    """Refuse conflicts of layers with one copy per modality."""
+    copies, qk = c.per_modality, c.qk_norm
+    refuse({
+        "model.per_modality.norms has no gain or bias to separate: model.norm_gain is none.":
+            copies.norms and c.norm_gain == "none" and not c.norm_bias,
+        "model.per_modality.qk_norm has no QK-Norm to separate: set model.qk_norm.kind.":
+            copies.qk_norm and qk.kind == "none",
+        "model.per_modality.qk_norm has no gain or bias to separate: model.qk_norm.gain is none.":
+            copies.qk_norm and qk.gain == "none" and not qk.bias,
+        "model.separate_first and model.separate_last separate every weight, but model.attn_sink has one logit for all"
+        " modalities: remove one of them.": (c.separate_first or c.separate_last) and c.attn_sink,
+        f"model.separate_first {c.separate_first} and model.separate_last {c.separate_last} are more layers than"
+        f" model.n_layers {c.n_layers}: lower one of them.": c.separate_first + c.separate_last > c.n_layers,
+    })  # fmt: skip

@@ -1,4 +1,5 @@
-"""Checks fields of a configuration: a number declares its range, a choice is a `Literal`.
+"""Checks fields of a configuration: a number declares its range, a choice is a `Literal`, and `refuse` lists the
+combinations of fields that exclude each other.
 
     @dataclass(frozen=True)
     class OptimConfig:
@@ -7,6 +8,7 @@
 
         def __post_init__(self) -> None:
             check_fields(self, "optim")
+            refuse({"optim.schedule exponential cannot end at 0: ...": self.schedule == "exponential" and ...})
 
 A range is metadata of its field and is not part of a run's identity. This module needs only the standard library, so
 that the model can be used without the packages of the laboratory.
@@ -114,6 +116,13 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
             if each not in wanted:
                 null = ", or null" if declared.default is None else ""
                 raise ValueError(f"{name} is {shortened(each)}: it must be {wanted}{null}.")
+
+
+def refuse(mistakes: Mapping[str, object]) -> None:
+    """Raise ValueError with the first sentence whose condition holds."""
+    for sentence, holds in mistakes.items():
+        if holds:
+            raise ValueError(sentence)
 
 
 @lru_cache

@@ -280,7 +280,7 @@ def test_windows_begin_elsewhere_in_each_epoch_and_alike_in_a_copy(builder):
         begins.append(offset)
         for nth in (epoch * len(windows), epoch * len(windows) + 1):
             start = offset + windows._epochs.item(nth)[1] * windows.length
-            row = windows.row(nth).ids.tolist()
+            row = windows.row(nth, "text").ids.tolist()
             assert row[1:] == stream[start : start + windows.length]
-            assert copy.row(nth).ids.tolist() == row
+            assert copy.row(nth, "text").ids.tolist() == row
     assert len(set(begins)) > 1

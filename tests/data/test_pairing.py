@@ -9,7 +9,8 @@ import pytest
 
 from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.tokens.folder import Layout, ShuffledPairs, TokenStore
+from mmqk.data.tokens.encode import ChangedPairs
+from mmqk.data.tokens.folder import Layout, TokenStore
 
 LAYOUT = Layout({"text": 2000, "image": 50}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
 
@@ -29,7 +30,7 @@ def halves(store, image_tokens: int = 4) -> list[tuple[bytes, bytes]]:
 @pytest.mark.parametrize("n", [2, 3, 400])
 def test_shuffled_pairs_hold_the_same_images_and_captions_and_no_pair_of_before(n):
     pairs = pairs_of(n)
-    shuffled, again = ShuffledPairs(pairs), ShuffledPairs(pairs_of(n))
+    shuffled, again = ChangedPairs(pairs, "shuffled"), ChangedPairs(pairs_of(n), "shuffled")
     before, after = halves(pairs), halves(shuffled)
     for side in (0, 1):
         assert Counter(p[side] for p in before) == Counter(p[side] for p in after)

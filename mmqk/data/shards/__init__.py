@@ -1,1 +1,1 @@
-"""Archives of samples: tars, images, manifests."""
+"""Files of samples: which there are, what is in them, and which samples are held out."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -24,7 +24,6 @@ UNKNOWN = "not an image of a known format"
 TOO_LARGE = "image has too many pixels"
 BROKEN = "image cannot be decoded"
 NOT_FINITE = "image has infinite or undefined pixels"
-IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE)
 
 MAX_PIXELS = 2**26
 # Other formats of Pillow are excluded: EPS starts programs, ICO may contain larger images than its header states,
@@ -73,10 +72,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
 
     Raises:
         Dropped: the file is empty, not an image, too large, damaged or truncated.
-        ValueError: `fit` is unknown, or `size` is below 1.
     """
-    if fit not in get_args(Fit) or size < 1:
-        raise ValueError(f"fit is {fit!r}, size is {size}: fit must be {' | '.join(get_args(Fit))}, size 1 or more")
     if not content:
         raise Dropped(EMPTY)
     with warnings.catch_warnings():

@@ -17,8 +17,9 @@ from PIL import Image
 
 from mmqk.data.shards.images import Dropped, load_image, open_image
 from mmqk.data.shards.names import base_name, is_remote, shard_names
-from mmqk.data.shards.read import index_tar, read_lines
+from mmqk.data.shards.read import read_lines
 from mmqk.data.shards.samples import document_of, json_of, pair_of, printable, text_of
+from mmqk.data.shards.tar import index_tar
 from mmqk.store import DamagedFile, UserError, check_regular, hash_fraction, identity_hash, read_json, write_json
 
 MANIFEST = "manifest.json"

@@ -1,11 +1,7 @@
-"""Read the samples of a shard: local tars by offset, local files of lines, and any shard from front to back.
+"""Read the samples of a shard from front to back: a tar, a file of lines, or a table.
 
-`index_tar` gives the offset of each file of a tar after one pass over its headers. `samples_of` reads a local or remote
-tar, file of lines or table from any sample on, for runs that read shards while they train.
-
-webdataset groups the files into samples. tarfile reads the headers, because webdataset's reader gives no offsets,
-does not count the files that it skips, and reads a truncated archive without an error. Nothing is extracted: a name
-such as ``../x`` is only a key.
+`read_samples` reads a local file and ends with an error if it is damaged. `samples_of` reads a local or remote shard
+from any sample on, for runs that read shards while they train.
 """
 
 from __future__ import annotations
@@ -17,8 +13,6 @@ import io
 import json
 import lzma
 import os
-import sys
-import tarfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,199 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from mmqk.data.shards.names import base_name, filesystem, is_remote, reason_of
-from mmqk.data.shards.samples import IGNORED, LINE, LONGEST_LINE, ReasonCounts, printable
+from mmqk.data.shards.samples import LINE, LONGEST_LINE
+from mmqk.data.shards.tar import REWRITE, Forward, index_tar, members
 from mmqk.store import UserError
-
-_REWRITE = "copy or download it again, or write it again"
-# The first bytes of gzip, bzip2, xz and zstd.
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
-
-
-@dataclass
-class TarIndex:
-    """The samples of one archive: N samples of M files. The index keeps no file open and can be pickled.
-
-    Attributes:
-        path: the archive.
-        length: size of the archive in bytes.
-        keys: key of each sample, in the order of the archive.
-        fields: field of each file: its name after the first dot, in lower case.
-        extent_M2: offset and size of each file in bytes. Flat arrays need little memory for millions of samples.
-        first: sample i has the files first[i] to first[i + 1] - 1.
-        files: number of files in the archive.
-        unread: files that belong to no sample.
-    """
-
-    path: Path
-    length: int
-    keys: list[str]
-    fields: list[str] = field(repr=False)
-    extent_M2: np.ndarray = field(repr=False)
-    first: np.ndarray = field(repr=False)
-    files: int = 0
-    unread: ReasonCounts = field(default_factory=ReasonCounts, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def read(self, i: int) -> dict[str, bytes]:
-        """Read the files of sample i: content by field.
-
-        Raises:
-            UserError: the archive is missing or has become shorter.
-        """
-        sample = {}
-        try:
-            with open(self.path, "rb") as file:
-                for m in range(self.first[i], self.first[i + 1]):
-                    offset, size = self.extent_M2[m].tolist()
-                    file.seek(offset)
-                    content = file.read(size)
-                    if len(content) != size:
-                        raise UserError(f"shard {self.path} has become shorter while in use: {_REWRITE}")
-                    sample[self.fields[m]] = content
-        except OSError as error:
-            raise UserError(f"shard {self.path} cannot be read ({error.strerror}): {_REWRITE}") from None
-        return sample
-
-    def __iter__(self) -> Iterator[tuple[str, dict[str, bytes]]]:
-        for i, key in enumerate(self.keys):
-            yield key, self.read(i)
-
-
-def index_tar(path: Path | str) -> TarIndex:
-    """Index an archive from all its headers, and check that it ends with the end-of-archive blocks.
-
-    A file belongs to no sample if its name has no dot or begins with one, or if it is a link, a device or a sparse
-    file; `TarIndex.unread` counts these files. Folders are not counted.
-
-    Raises:
-        UserError: the file cannot be read as one whole, uncompressed archive, or it contains a file twice or a sample
-            in two places.
-    """
-    from webdataset.tariterators import group_by_keys  # imports torch, which --help does not need
-
-    path = Path(path)
-    keys: dict[str, None] = {}
-    fields: list[str] = []
-    extent: list[tuple[int, int]] = []
-    first, unread = [0], ReasonCounts()
-    try:
-        with open(path, "rb") as file:
-            if file.peek(6).startswith(_COMPRESSED):
-                raise UserError(f"shard {path} is compressed and cannot be read by offset: unpack it")
-            for sample in group_by_keys(_files(path, file, unread)):
-                key = sample.pop("__key__")
-                if key in keys:
-                    raise UserError(
-                        f"shard {path} has the sample {printable(key)} in two places: write the archive again"
-                        " with the files of a sample next to each other, sorted by name"
-                    )
-                keys[key] = None
-                for name, place in sample.items():
-                    if name != "__url__":
-                        fields.append(sys.intern(name))
-                        extent.append(place)
-                first.append(len(fields))
-            length = file.seek(0, os.SEEK_END)
-    except OSError as error:
-        raise UserError(f"shard {path} cannot be read ({error.strerror or error}): {_REWRITE}") from None
-    except ValueError as error:  # from group_by_keys
-        name = str(error.args[0]).partition(": duplicate file name")[0]
-        raise UserError(f"shard {path} has the file {printable(name)} twice: write it again") from None
-    extent_M2 = np.array(extent, dtype=np.int64).reshape(-1, 2)
-    first_N = np.array(first, dtype=np.int64)
-    return TarIndex(path, length, list(keys), fields, extent_M2, first_N, len(fields) + unread.total, unread)
-
-
-def _files(path: Path, file: BinaryIO, unread: ReasonCounts) -> Iterator[dict[str, Any]]:
-    """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
-    for info in tar_headers(path, Forward(file)):
-        if in_sample(info):
-            yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
-        elif not info.isdir():
-            unread.add(IGNORED, info.name)
-
-
-def in_sample(info: tarfile.TarInfo) -> bool:
-    """Return whether a member of a tar is a file of a sample; see `index_tar`."""
-    base = info.name.rpartition("/")[2]
-    return info.isreg() and not info.issparse() and "." in base and not base.startswith(".")
-
-
-class Forward:
-    """A file that is read from byte ``start`` to its end, as `tarfile` and `tar_headers` need it.
-
-    It never goes back, so the file may be a decompressor or a connection.
-
-    Attributes:
-        last: the result of the latest read.
-    """
-
-    def __init__(self, file: Any, start: int = 0) -> None:
-        self._file, self._at, self.last = file, 0, b""
-        self.seek(start)
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, n: int) -> bytes:
-        """Return n bytes, or fewer at the end of the file."""
-        self.last = self._file.read(n)
-        self._at += len(self.last)
-        return self.last
-
-    def readline(self, n: int) -> bytes:
-        """Return a line, or its first n bytes."""
-        self.last = self._file.readline(n)
-        self._at += len(self.last)
-        return self.last
-
-    def seek(self, place: int) -> None:
-        """Go to a byte after the current one."""
-        if place == self._at:
-            return
-        try:
-            self._file.seek(place)
-            self._at = place
-        except (ValueError, OSError):  # a connection
-            while self._at < place and self.read(min(place - self._at, 2**20)):
-                pass
-
-
-def tar_headers(path: Path | str, file: Forward) -> Iterator[tarfile.TarInfo]:
-    """Yield every header; the caller may read the content. Then check that the archive ends with the end-of-archive
-    blocks.
-
-    Raises:
-        UserError: the archive is damaged or truncated, or data follow its end.
-    """
-    try:
-        # With backslashreplace a name that is not UTF-8 stays printable.
-        with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:  # type: ignore[call-overload]
-            while (info := tar.next()) is not None:
-                tar.members = []  # tarfile would store all members
-                yield info
-            end = tar.offset
-    except (tarfile.TarError, ValueError, EOFError, OverflowError, IndexError, MemoryError, RecursionError) as error:
-        if any(phrase in str(error) for phrase in ("unexpected end", "empty file", "end-of-stream")):
-            raise UserError(f"shard {path} is truncated: {_REWRITE}") from None
-        raise UserError(f"shard {path} is damaged or not a tar archive ({error}): {_REWRITE}") from None
-    # tarfile treats a damaged or missing header as the end of the archive.
-    blocks = file.last + file.read(tarfile.BLOCKSIZE)
-    if len(blocks) >= tarfile.BLOCKSIZE and blocks.strip(b"\0"):
-        raise UserError(f"shard {path} is damaged (no header at byte {end}): {_REWRITE}")
-    if len(blocks) < 2 * tarfile.BLOCKSIZE:
-        raise UserError(f"shard {path} is truncated: {_REWRITE}")
-    while rest := file.read(2**20):
-        if rest.strip(b"\0"):
-            raise UserError(
-                f"shard {path} has data after its end, as when archives are concatenated: write one archive, or "
-                "name each archive separately"
-            )
 
 
 def read_samples(path: Path, kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -229,6 +34,15 @@ def read_samples(path: Path, kind: str) -> Iterator[tuple[str, dict[str, bytes]]
     for number, line in read_lines(path):
         if line.strip():
             yield f"line {number}", {LINE: line}
+
+
+def _cut_lines(file: Any) -> Iterator[bytes]:
+    """Yield each line, of a line longer than `LONGEST_LINE` only the first `LONGEST_LINE` + 1 bytes."""
+    while line := file.readline(LONGEST_LINE + 1):
+        rest = line
+        while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST_LINE + 1)
+        yield line
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -251,17 +65,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 lines = lzma.LZMAFile(raw)  # noqa: SIM115
             elif start.startswith((b"BZh", b"\x28\xb5\x2f\xfd")):
                 raise UserError(f"{path} is compressed with bzip2 or zstd: decompress it, or use gzip or xz")
-            number = 0
-            while line := lines.readline(LONGEST_LINE + 1):
-                number += 1
-                rest = line
-                while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
-                    rest = lines.readline(LONGEST_LINE + 1)
-                yield number, line
+            yield from enumerate(_cut_lines(lines), 1)
     except EOFError:
-        raise UserError(f"{path} is truncated: {_REWRITE}") from None
+        raise UserError(f"{path} is truncated: {REWRITE}") from None
     except (OSError, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read ({error}): {_REWRITE}") from None
+        raise UserError(f"{path} cannot be read ({error}): {REWRITE}") from None
 
 
 @dataclass(frozen=True)
@@ -431,12 +239,11 @@ def _read(name: str, file: BinaryIO, start: int, number: int, wanted: Callable[[
 
 
 def _tar(name: str, file: Forward, number: int, wanted: Callable[[int], bool]) -> Iterator[Sample]:
-    from webdataset.tariterators import base_plus_ext
-
     sample, before = None, list[str]()
-    for info in tar_headers(name, file):
-        if in_sample(info):
-            key, suffix = base_plus_ext(info.name)
+    for info, key, field_name in members(name, file):
+        if key is None:
+            (before if sample is None else sample.unread).append(info.name)
+        else:
             if sample is None or key != sample.key:
                 if sample is not None:
                     if wanted(sample.number):
@@ -447,9 +254,7 @@ def _tar(name: str, file: Forward, number: int, wanted: Callable[[int], bool]) -
                 content = file.read(info.size)
                 if len(content) != info.size:
                     raise ShardError("the shard is truncated")
-                sample.fields.setdefault(suffix.lower(), content)
-        elif not info.isdir():
-            (before if sample is None else sample.unread).append(info.name)
+                sample.fields.setdefault(field_name, content)
         if sample is not None:
             sample.end = info.offset_data + -(-info.size // 512) * 512
     if sample is not None and wanted(sample.number):
@@ -457,13 +262,9 @@ def _tar(name: str, file: Forward, number: int, wanted: Callable[[int], bool]) -
 
 
 def _lines(name: str, file: Forward, number: int, wanted: Callable[[int], bool]) -> Iterator[Sample]:
-    while line := file.readline(LONGEST_LINE + 1):
-        rest = line
-        while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
-            rest = file.readline(LONGEST_LINE + 1)
-        if line.strip() and wanted(number):
-            yield Sample(f"line {number + 1}", number, {LINE: line}, end=file.tell())
-        number += 1
+    for n, line in enumerate(_cut_lines(file), number):
+        if line.strip() and wanted(n):
+            yield Sample(f"line {n + 1}", n, {LINE: line}, end=file.tell())
 
 
 def _rows(name: str, file: BinaryIO, number: int, wanted: Callable[[int], bool]) -> Iterator[Sample]:

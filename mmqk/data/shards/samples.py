@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmqk.data.shards.images import IMAGE_REASONS, Dropped
+from mmqk.data.shards.images import Dropped
 
 EXAMPLES = 5
 LONGEST_SHOWN = 200  # characters of a name
@@ -45,8 +45,6 @@ EMPTY_DOCUMENT = "document is empty"
 NOT_JSON = "line is not a JSON object"
 NO_TEXT = "no field text"
 NO_MATCH = "image files do not match the lists"
-# Reasons for which a pair cannot be used.
-REASONS = (NO_IMAGE, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, TOO_LONG, *IMAGE_REASONS)
 
 _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
 

@@ -20,9 +20,19 @@ from torchvision.utils import make_grid
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.model.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
+from mmqk.model.ranges import MOST_SEED, MOST_STEPS, check_fields, number
 from mmqk.store import UserError
 
+LR = 3e-3  # peak learning rate of AdamW; one cycle with 5 % warm-up
+DECAY = 0.97  # of the moving averages of the codebook, per step
+# A code with a moving count below this is replaced by a vector of the batch. The second bound is a share of the mean
+# count (vectors in a batch / codes); the lower of the two applies. With the first alone, every code of a large codebook
+# could be replaced at every step: if 8,192 codes are used equally often in batches of 8,192 vectors, each has a count
+# of 1.
+DEAD_BELOW, DEAD_SHARE = 2.0, 0.5
+# Weights of the commitment loss, of the L1 loss on differences of neighboring pixels, which keeps outlines sharp, and
+# of the squared error, which are added to the L1 loss.
+COMMITMENT, EDGE, SQUARED = 0.25, 0.5, 2.0
 SHOWN_IMAGES = 12
 LOG_EVERY = 50
 
@@ -34,27 +44,12 @@ class VQTrainingConfig:
     Attributes:
         steps: optimizer steps.
         batch_size: images per step.
-        lr: peak learning rate of AdamW; one cycle with 5 % warm-up.
-        decay: decay of the codebook's moving averages per step.
-        dead_below: a code with a moving count below this is replaced by a vector of the batch.
-        dead_share: a second bound, as a share of the mean count (vectors in a batch / codes). The lower of the bounds
-            `dead_below` and `dead_share` applies.
-        commitment: weight of the commitment loss.
-        edge: weight of the L1 loss on differences of neighboring pixels, which keeps outlines sharp.
-        squared: weight of the squared error, which is added to the L1 loss.
         shift: largest random shift in pixels; the augmentation also mirrors images.
         seed: seed of the initial weights, the order of the images and the augmentation.
     """
 
     steps: int = number(1200, 1, MOST_STEPS)
     batch_size: int = number(32, 1, 2**20)
-    lr: float = number(3e-3, 1e-12, 1e3)
-    decay: float = number(0.97, 0.0, BELOW_ONE)
-    dead_below: float = number(2.0, 0.0, 1e9)
-    dead_share: float = number(0.5, 0.0, 1e3)
-    commitment: float = number(0.25, 0.0, 1e6)
-    edge: float = number(0.5, 0.0, 1e6)
-    squared: float = number(2.0, 0.0, 1e6)
     shift: int = number(4, 0, 4096)
     seed: int = number(0, 0, MOST_SEED)
 
@@ -93,16 +88,14 @@ def quantizer_class() -> type[nn.Module]:
 def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -> nn.Module:
     """Return the quantizer for training an image tokenizer; raises the errors of `quantizer_class`."""
     vectors = training.batch_size * config.grid**2  # in a batch, from which k-means starts the codebook
-    # With `dead_below` alone, every code of a large codebook could be replaced at every step: if 8,192 codes are used
-    # equally often in batches of 8,192 vectors, each has a count of 1.
-    dead_count = min(training.dead_below, training.dead_share * vectors / config.codes)
+    dead_count = min(DEAD_BELOW, DEAD_SHARE * vectors / config.codes)
     return quantizer_class()(
         dim=config.code_dim,
         codebook_size=config.codes,
-        decay=training.decay,
+        decay=DECAY,
         kmeans_init=True,
         threshold_ema_dead_code=dead_count,
-        commitment_weight=training.commitment,
+        commitment_weight=COMMITMENT,
         rotation_trick=False,
         accept_image_fmap=True,
     )
@@ -135,12 +128,11 @@ class VQModule(L.LightningModule):
         return F.pad(x_BCHW, (shift,) * 4, mode="replicate")[:, :, dy : dy + side, dx : dx + side]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        config = self.training_config
         x = self.augment(batch.float() / 255)
         y, codes, commitment = self.reconstruct(x)
         edge = (y.diff(dim=3) - x.diff(dim=3)).abs().mean() + (y.diff(dim=2) - x.diff(dim=2)).abs().mean()
         l1 = F.l1_loss(y, x)
-        loss = l1 + config.edge * edge / 2 + config.squared * F.mse_loss(y, x) + commitment
+        loss = l1 + EDGE * edge / 2 + SQUARED * F.mse_loss(y, x) + commitment
         if (batch_idx + 1) % self.log_every == 0:
             perplexity, _ = code_usage(codes, self.model.size)
             quality = psnr(x, y.detach().clamp(0, 1)).mean()
@@ -172,10 +164,11 @@ class VQModule(L.LightningModule):
             board.add_image("val/originals_above_reconstructions", grid, self.global_step)
 
     def configure_optimizers(self) -> Any:
-        lr, steps = self.training_config.lr, self.training_config.steps
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=1e-4)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=1e-4)
         # One step more, because Lightning also steps the schedule after the last step.
-        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1, pct_start=0.05)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, LR, total_steps=self.training_config.steps + 1, pct_start=0.05
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     def export(self) -> ImageTokenizer:

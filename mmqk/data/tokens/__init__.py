@@ -1,1 +1,1 @@
-"""Token folders, which store documents as arrays of ids, and the token cache."""
+"""Token folders, which store documents as arrays of ids: how they are made and read."""

@@ -1,8 +1,8 @@
 """Encode documents of texts and images as ids, and open the documents of a source.
 
 ```
-text ── BPE ───────────────────────┐
-image ── batches ── codes ── <boi>, <eoi> ┴─ joint vocabulary ── <eos> ──> ids
+text ── BPE ─────────────────────────────────────┐
+image ── batches ── codes ── <image>, </image> ──┴── joint vocabulary ── <eos> ──> ids
 ```
 
 `open_source` opens a token folder as it is, and a folder of shards with a manifest through the token cache: a token
@@ -15,7 +15,7 @@ import glob
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,7 +23,8 @@ import numpy as np
 from filelock import FileLock
 from PIL import Image
 
-from mmqk.data.shards.images import Dropped
+from mmqk.data.mixture import random_stream
+from mmqk.data.shards.images import MAX_PIXELS, Dropped, Fit, load_image
 from mmqk.data.shards.manifest import IMAGE_SIZE, MANIFEST, manifest_hash, read_pairs, read_text
 from mmqk.data.shards.samples import EMPTY_DOCUMENT
 from mmqk.data.tokenizers.files import SPECIALS, TextTokenizer, read_config, tokenizers_hash
@@ -49,6 +50,7 @@ class DocumentEncoder:
     Args:
         tokenizers: folder of the tokenizers.
         images: whether documents may have images.
+        fit, max_pixels: as for `load_image`.
 
     Attributes:
         layout: layout of the ids.
@@ -58,21 +60,15 @@ class DocumentEncoder:
         UserError: the tokenizers are missing or damaged.
     """
 
-    def __init__(self, tokenizers: Path, images: bool = True) -> None:
+    def __init__(self, tokenizers: Path, images: bool = True, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> None:
         self.layout = layout_of(tokenizers)
         self._text = TextTokenizer.load(tokenizers)
-        self._images = None
+        self._images, self._fit, self._max_pixels = None, fit, max_pixels
         if images:
             from mmqk.data.tokenizers.image import ImageTokenizer  # imports timm, which takes seconds
 
             self._images = ImageTokenizer.load(tokenizers)
         self.clear()
-
-    @property
-    def image_size(self) -> int:
-        """Side of the images in pixels."""
-        assert self._images is not None
-        return self._images.image_size
 
     def clear(self) -> None:
         """Remove the documents that `take` has not returned yet."""
@@ -80,25 +76,31 @@ class DocumentEncoder:
         self._documents: list[list[np.ndarray]] = []  # ids of each text or image, then <eos>
         self._waiting: list[tuple[Image.Image, list[np.ndarray], int]] = []  # image, document, index in document
 
-    def add(self, places: Sequence[str | Image.Image]) -> None:
-        """Add a document of texts and RGB images in order.
+    def add(self, places: Sequence[str | bytes | Image.Image]) -> None:
+        """Add a document of texts, image files and RGB images of the tokenizer's size, in order.
 
         Raises:
-            Dropped: the document has no tokens.
+            Dropped: the document has no tokens, or an image file cannot be used.
         """
         texts = (self._text.encode(place) if isinstance(place, str) else [] for place in places)
         document = [np.array(ids, dtype=self.layout.dtype) + len(SPECIALS) for ids in texts]
+        images = [(self._loaded(place), document, n) for n, place in enumerate(places) if not isinstance(place, str)]
         tokens = sum(map(len, document))
-        if not tokens and all(isinstance(place, str) for place in places):
+        if not tokens and not images:
             raise Dropped(EMPTY_DOCUMENT)
         self.tokens += tokens
         document.append(np.array([self.layout.eos], dtype=self.layout.dtype))
         self._documents.append(document)
-        for n, place in enumerate(places):
-            if not isinstance(place, str):
-                self._waiting.append((place, document, n))
-                if len(self._waiting) == IMAGES_A_BATCH:
-                    self._encode_images()
+        for image in images:
+            self._waiting.append(image)
+            if len(self._waiting) == IMAGES_A_BATCH:
+                self._encode_images()
+
+    def _loaded(self, image: bytes | Image.Image) -> Image.Image:
+        assert self._images is not None
+        if isinstance(image, bytes):
+            return load_image(image, self._images.image_size, self._fit, self._max_pixels)
+        return image
 
     def take(self) -> list[np.ndarray]:
         """Return the ids of each document added since the last call."""
@@ -205,16 +207,56 @@ def _make(kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path) -
             for split in SPLITS:
                 line = f"tokenizing the {split} shards of {folder} (once; kept in {made})"
                 print(line, file=sys.stderr, flush=True)
-                for places in _documents(kind, folder, split):
-                    encoder.add(places)
+                if kind == "pair":
+                    for pair in read_pairs(folder, split):
+                        encoder.add([pair.image, pair.caption])
+                else:
+                    for text in read_text(folder, split):
+                        encoder.add([text])
                 writer.add_part(split, "00000", encoder.take())
             writer.finish(about={"from": str(folder)})
             if made.exists():  # an incomplete cache from a process that was killed
                 shutil.rmtree(made)
 
 
-def _documents(kind: str, folder: Path, split: str) -> Iterator[list[str | Image.Image]]:
-    """Yield the texts and images of each document of shards."""
-    if kind == "pair":
-        return ([pair.image, pair.caption] for pair in read_pairs(folder, split))
-    return ([text] for text in read_text(folder, split))
+# Seed of the permutation of `ChangedPairs`, which is the same for every run.
+SHUFFLE_SEED = 26
+
+
+class ChangedPairs:
+    """The pairs of a split with another `data.pairing` than matched.
+
+    shuffled: every image has the caption of another pair. The captions are permuted in one cycle, so each image and
+    each caption occurs once and no pair keeps its caption. The permutation depends on the number of pairs only.
+    captions: the captions without the images.
+
+    Attributes:
+        caption_of_N: the pair whose caption each image has; None without images.
+
+    Raises:
+        ValueError: there is only one pair to shuffle.
+    """
+
+    def __init__(self, pairs: TokenStore, pairing: str) -> None:
+        n = len(pairs)
+        self._pairs, self._image = pairs, pairs.image_tokens if n else 0
+        self.image_tokens = 0
+        self.caption_of_N: np.ndarray | None = None
+        self.lengths_N = pairs.lengths_N - self._image
+        if pairing == "shuffled":
+            if n == 1:
+                raise ValueError("data.pairing 'shuffled' needs two pairs in each split: hold out more, or none.")
+            order = random_stream(SHUFFLE_SEED, n).permutation(n)
+            self.caption_of_N = np.empty(n, dtype=np.int64)
+            self.caption_of_N[order] = np.roll(order, 1)
+            self.image_tokens = self._image
+            self.lengths_N = pairs.lengths_N[self.caption_of_N]  # all images have the same length
+        self.tokens = int(self.lengths_N.sum())
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        """Return the ids of document n, int64."""
+        caption = self._pairs[n if self.caption_of_N is None else int(self.caption_of_N[n])][self._image :]
+        return np.concatenate([self._pairs[n][: self.image_tokens], caption])

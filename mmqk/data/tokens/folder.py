@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.data.mixture import random_stream
 from mmqk.data.shards.manifest import sha256_file
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, replacing, write_json
@@ -237,16 +236,8 @@ class TokenStore:
 
     @cached_property
     def image_tokens(self) -> int:
-        """Tokens of an image with its two boundary tokens, equal for all images of a folder of pairs.
-
-        Raises:
-            UserError: the first document does not begin with an image.
-        """
-        first = self[0]
-        ends = np.flatnonzero(first == self.layout.end_image)
-        if first[0] != self.layout.begin_image or not len(ends):
-            raise UserError("The token folder of pairs has documents that do not begin with an image.")
-        return int(ends[0]) + 1
+        """Tokens of an image with its two boundary tokens, equal for all images of a folder of pairs."""
+        return int(np.argmax(self[0] == self.layout.end_image)) + 1
 
 
 def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, TokenStore]:
@@ -264,46 +255,22 @@ def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, Toke
     """
     folder = Path(folder)
     header = read_header(folder)
-    matched = None if cache is None else MatchedFiles(cache, folder, header.layout)
+    kept, states = dict[str, Any](), dict[str, Any]()
+    if cache is not None:
+        name = hashlib.sha256(f"{folder.resolve()}/{header.layout.size}".encode()).hexdigest()[:20]
+        record = cache / "compared" / f"{name}.json"
+        with contextlib.suppress(DamagedFile):  # then all files are compared again
+            kept = read_json(record) or {}
     stores = {}
     for split in SPLITS:
         parts = header.splits.get(split, [])
-        arrays = [_read_part(folder / split / part.name, part, header.layout, matched) for part in parts]
+        arrays = [_read_part(folder / split / part.name, part, header.layout, kept, states) for part in parts]
         stores[split] = TokenStore(header.kind, header.layout, [a for a, _ in arrays], [n for _, n in arrays])
-    if matched is not None:
-        matched.write()
+    if cache is not None and states != kept:
+        with contextlib.suppress(OSError):  # then the next run compares the files again
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_json(record, states)
     return stores
-
-
-class MatchedFiles:
-    """A record, stored between runs, of the files of a token folder that matched tokens.json.
-
-    Args:
-        cache: folder of these records.
-        folder: the token folder.
-        layout: layout that the ids are compared with.
-    """
-
-    def __init__(self, cache: Path, folder: Path, layout: Layout) -> None:
-        name = hashlib.sha256(f"{folder.resolve()}/{layout.size}".encode()).hexdigest()[:20]
-        self._path = cache / "compared" / f"{name}.json"
-        self._kept, self._new = dict[str, Any](), dict[str, Any]()
-        with contextlib.suppress(DamagedFile):  # then all files are compared again
-            self._kept = read_json(self._path) or {}
-
-    def holds(self, path: Path, sha256: str) -> bool:
-        """Return whether the file matched this hash and has not changed since, and record its state."""
-        about = path.stat()
-        state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
-        self._new[str(path)] = state
-        return self._kept.get(str(path)) == state
-
-    def write(self) -> None:
-        """Write the record; if that fails, the next run compares the files again."""
-        if self._new != self._kept:
-            with contextlib.suppress(OSError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(self._path, self._new)
 
 
 def load_array(path: Path) -> np.ndarray:
@@ -317,14 +284,22 @@ def load_array(path: Path) -> np.ndarray:
     return np.lib.format.open_memmap(path, mode="r")  # numpy.load would also take an archive of arrays
 
 
-def _read_part(stem: Path, part: Part, layout: Layout, matched: MatchedFiles | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids and lengths of a part, after a comparison with tokens.json."""
+def _read_part(
+    stem: Path, part: Part, layout: Layout, kept: Mapping[str, Any], states: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids and lengths of a part, after a comparison with tokens.json.
+
+    A file whose state in ``kept`` has not changed is not compared again. ``states`` receives the new states.
+    """
     paths = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")]
     try:
         ids, lengths = map(load_array, paths)
-        hashes = zip(paths, part.sha256, strict=True)
-        new = [path for path, sha in hashes if matched is None or not matched.holds(path, sha)]
-        digests = {path: sha256_file(path) for path in new}
+        digests = {}
+        for path, sha256 in zip(paths, part.sha256, strict=True):
+            about = path.stat()
+            states[str(path)] = state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
+            if kept.get(str(path)) != state:
+                digests[path] = sha256_file(path)
     except (OSError, ValueError) as error:
         raise UserError(f"Part {stem} of a token folder cannot be read ({error}): make it again.") from None
     for path, sha256 in zip(paths, part.sha256, strict=True):
@@ -386,64 +361,3 @@ def tokens_hash(folder: Path | str) -> str:
     record = {"kind": header.kind, "layout": asdict(header.layout)}
     record["splits"] = {split: [asdict(part) for part in parts] for split, parts in header.splits.items()}
     return identity_hash({**record, "modalities": list(header.layout.vocab_sizes)})
-
-
-# Seed of the permutation of `ShuffledPairs`, which is the same for every run.
-SHUFFLE_SEED = 26
-
-
-class ShuffledPairs:
-    """Pairs in which every image has the caption of another pair of its split.
-
-    The captions are permuted in one cycle, so each image and each caption occurs once and no pair keeps its caption.
-    The permutation depends on the number of pairs only.
-
-    Args:
-        pairs: the documents of a split.
-
-    Raises:
-        ValueError: there is only one pair.
-    """
-
-    def __init__(self, pairs: TokenStore) -> None:
-        n = len(pairs)
-        if n == 1:
-            raise ValueError("data.pairing 'shuffled' needs two pairs in each split: hold out more, or none.")
-        self.image_tokens = pairs.image_tokens if n else 0
-        self._pairs = pairs
-        order = random_stream(SHUFFLE_SEED, n).permutation(n)
-        self.caption_of_N = np.empty(n, dtype=np.int64)
-        self.caption_of_N[order] = np.roll(order, 1)
-        self.lengths_N = pairs.lengths_N[self.caption_of_N]  # all images have the same length
-        self.tokens = int(self.lengths_N.sum())
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, n: int) -> np.ndarray:
-        """Return the ids of document n, int64."""
-        caption = self._pairs[int(self.caption_of_N[n])][self.image_tokens :]
-        return np.concatenate([self._pairs[n][: self.image_tokens], caption])
-
-
-class Captions:
-    """The captions of pairs, without their images.
-
-    Args:
-        pairs: the documents of a split.
-    """
-
-    image_tokens = 0
-
-    def __init__(self, pairs: TokenStore) -> None:
-        self._pairs = pairs
-        self._removed = pairs.image_tokens if len(pairs) else 0
-        self.lengths_N = pairs.lengths_N - self._removed
-        self.tokens = int(self.lengths_N.sum())
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, n: int) -> np.ndarray:
-        """Return the ids of document n, int64."""
-        return self._pairs[n][self._removed :]

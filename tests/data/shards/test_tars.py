@@ -12,7 +12,7 @@ import pytest
 import webdataset as wds
 
 from mmqk.data.shards.names import expand
-from mmqk.data.shards.read import index_tar
+from mmqk.data.shards.tar import index_tar
 from mmqk.store import UserError
 from tests.data.tars import write_tar
 

@@ -147,7 +147,7 @@ def test_an_epoch_has_every_pair_once_and_a_resume_at_its_end_is_exact(tiny_data
             cursors.setdefault(lane, []).append(cursor)
     first = [ids.tobytes() for lane in rows for ids, c in zip(rows[lane], [None, *cursors[lane]], strict=False)
              if c is None or (c.epoch == 0 and not at_end(loader, lane, c))]  # fmt: skip
-    streams = next(iter(loader.dataset.rows.values())).stream
+    streams = next(iter(loader.rows.values())).stream
     assert len(set(first)) == len(first) == 7 * len(streams.train)
     # The control: two epochs have every pair twice.
     assert len({ids.tobytes() for lane in rows for ids in rows[lane]}) < sum(map(len, rows.values()))
@@ -161,9 +161,11 @@ def test_an_epoch_has_every_pair_once_and_a_resume_at_its_end_is_exact(tiny_data
 
 def at_end(loader, lane, cursor):
     """Return whether a cursor stands behind the last sample of an epoch."""
+    from mmqk.data.order import STREAMS
     from mmqk.data.stream import Account
 
-    opened = loader.dataset.lane("pair", lane, Account(), cursor)
+    stream = loader.rows["pair"].stream
+    opened = stream.lane(Account(), lane, loader.dataset.batch_size, (loader.seed, STREAMS["pair"]), cursor)
     opened.document()
     return opened.cursor.epoch > cursor.epoch
 

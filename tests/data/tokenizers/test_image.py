@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.train import Source
 from mmqk.data.tokenizers.train_image import psnr
+from mmqk.data.tokenizers.training_data import Source
 from mmqk.store import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

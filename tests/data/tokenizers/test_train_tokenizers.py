@@ -3,7 +3,8 @@ import torch
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig, TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.train import Source, main
+from mmqk.data.tokenizers.train import main
+from mmqk.data.tokenizers.training_data import Source
 from mmqk.store import cli_main
 
 SMALL = ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1)

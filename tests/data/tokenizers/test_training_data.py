@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmqk.data.shards.manifest import read_pairs, split_of
-from mmqk.data.tokenizers.train import Documents, Selection, Source
+from mmqk.data.tokenizers.training_data import Documents, Selection, Source
 from mmqk.store import UserError
 from tests.data.tars import encoded, write_samples
 
