@@ -200,7 +200,7 @@ class Stack:
                 use_distributed_sampler=False,
                 log_every_n_steps=1,
             )
-            self.module.step_watch = None
+            self.module.update_monitor = None
             if self.batches is None:
                 trainer.fit(self.module, datamodule=self.data)
             else:

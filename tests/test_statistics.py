@@ -14,8 +14,8 @@ import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import attach, probe
-from mmqk.monitors.probe import block_matrices, residual_absorption
-from mmqk.monitors.summary import over_layers
+from mmqk.monitors.formulas.reduce import over_layers
+from mmqk.monitors.own.probe import block_matrices, residual_absorption
 from mmqk.store import tag as tag_of
 from mmqk.train import main
 from mmqk.training.guards import RowLog

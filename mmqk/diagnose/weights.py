@@ -77,7 +77,7 @@ def bounds(layer: Projections) -> tuple[Tensor, Tensor, Tensor]:
     |A_q|_2 |A_k|_2 for every R; D instead of D + 1 without biases.
 
     With QK-Norm, a head's vector is g n + b with |n| <= sqrt(head_dim), or sqrt(H head_dim) over the full width. The
-    bound is that of `mmqk.monitors.probe.logit_bound`, by head: scale times the largest lengths of q and k. RoPE
+    bound is that of `mmqk.monitors.own.probe.logit_bound`, by head: scale times the largest lengths of q and k. RoPE
     mixes channels with different gains, so head_dim max |g_q g_k| bounds the logits of equal positions only.
     """
     q, k, repeat = layer.q, layer.k, len(layer.q.raw[0]) // len(layer.k.raw[0])

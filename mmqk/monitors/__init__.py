@@ -6,13 +6,14 @@
 from typing import TYPE_CHECKING, Any
 
 from mmqk.monitors.attach import Watch, attach
+from mmqk.monitors.collect import Statistics
+from mmqk.monitors.own.probe import probe
 from mmqk.monitors.preflight import preflight
-from mmqk.monitors.probe import Probe, probe
 
 if TYPE_CHECKING:
     from mmqk.monitors.lightning import NormMonitor
 
-__all__ = ["NormMonitor", "Probe", "Watch", "attach", "preflight", "probe"]
+__all__ = ["NormMonitor", "Statistics", "Watch", "attach", "preflight", "probe"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmqk.distributed import agreed, first_of_ranks, rank, summed, world_size
-from mmqk.monitors import summary
 from mmqk.monitors.adapters import Adapter, adapter_for
-from mmqk.monitors.collect import Probe
+from mmqk.monitors.collect import Statistics
+from mmqk.monitors.foreign import summary
 from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
 from mmqk.monitors.foreign.isolate import copied, unwrapped
 from mmqk.monitors.foreign.layers import Layers
-from mmqk.monitors.foreign.probing import Prober
-from mmqk.monitors.foreign.sides import Modality, Sides, check_sides, modalities_of
-from mmqk.monitors.updates import Losses, Optimizers, Updates
+from mmqk.monitors.foreign.probe import Prober
+from mmqk.monitors.foreign.sides import Sides, check_sides
+from mmqk.monitors.foreign.updates import Losses, Optimizers, Updates
+from mmqk.monitors.formulas.reduce import over_layers
+from mmqk.monitors.modalities import Modality, modalities_of
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
 
@@ -215,11 +217,11 @@ class Watch:
         is_first = not self._tried and done >= min(FIRST_PROBE, every)
         return is_first or self._overdue or step // every > previous // every
 
-    def probe(self, **inputs: Any) -> Probe:
+    def probe(self, **inputs: Any) -> Statistics:
         """Return the probe of a forward pass with these inputs, merged over ranks. The probe is not written
         or logged.
 
-        `Probe.flat` converts it to ``{tag: number}``.
+        `Statistics.flat` converts it to ``{tag: number}``.
         """
         self.prober.autocast = self._last_call.autocast
         return self.prober.probe(*copied((), inputs, unwrapped(self.model)))
@@ -286,7 +288,7 @@ class Watch:
             if self._folder is not None:
                 self._folder.write(step, line)
             if self.log is not None and step == self.steps:
-                self.log(line | summary.over_layers(line), step=step)
+                self.log(line | over_layers(line), step=step)
             self.alarms.update(step, line, site)
 
     def _bad_site(self, call: Call | None) -> str | None:

@@ -1,6 +1,6 @@
 """Computes the statistics of each site from the tensors of a forward pass, and stores them until they become numbers.
 
-`Collector` serves mmqk's own and third-party models. A `Probe` stores tensors that merge exactly over ranks, and
+`Collector` serves mmqk's own and third-party models. A `Statistics` stores tensors that merge exactly over ranks, and
 computes the number of each tag from them.
 
 Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities, F statistics of a row of attention.
@@ -54,7 +54,7 @@ class StatisticPart:
 
 
 @dataclass
-class Probe:
+class Statistics:
     """Statistics of one batch, still on the device.
 
     Attributes:
@@ -88,9 +88,9 @@ class Probe:
         if values:
             self.add_values(tags, torch.stack(values))
 
-    def merged(self) -> Probe:
-        """Merge the probe over all ranks and return it. This is a collective call; every rank must have probed the
-        same tags."""
+    def merged(self) -> Statistics:
+        """Merge the statistics over all ranks and return them. This is a collective call; every rank must have
+        the same tags."""
         if (world := world_size()) == 1:
             return self
         for part in self.parts:
@@ -124,7 +124,7 @@ tag = cache(uncached_tag)  # every probe uses the same hundreds of tags
 
 
 class Collector:
-    """Adds the statistics of each site to a `Probe` during a forward pass.
+    """Adds the statistics of each site to a `Statistics` during a forward pass.
 
     Args:
         names: names of the modalities.
@@ -137,16 +137,16 @@ class Collector:
         self.names, self.heads = names, heads
         self.selected_MBT = selection(modality_BT, valid_BT, len(names))
         self.count_M = self.selected_MBT.sum((1, 2)).float()
-        self._probe = Probe(sequences=len(modality_BT))
+        self._statistics = Statistics(sequences=len(modality_BT))
         self._norms: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
         self._ratios: list[tuple[list[str], Tensor, Tensor]] = []
 
     @property
-    def probe(self) -> Probe:
-        """The probe with the statistics added so far."""
+    def statistics(self) -> Statistics:
+        """The statistics added so far."""
         self._add_norms()
         self._add_ratios()
-        return self._probe
+        return self._statistics
 
     def _tags(self, statistic: str, layer: int | None = None, head: int | None = None) -> list[str]:
         return [tag(statistic, name, layer=layer, head=head) for name in self.names]
@@ -168,7 +168,7 @@ class Collector:
         """Add the mean of an output gate over heads and channels, and the share of its values below `CLOSED`."""
         for statistic, values in (("gate_open", gate_BTHK), ("gate_closed", gate_BTHK < CLOSED)):
             mean_BT = values.float().mean((2, 3))
-            self._probe.add_means(self._tags(statistic, layer), sums(mean_BT, self.selected_MBT))
+            self._statistics.add_means(self._tags(statistic, layer), sums(mean_BT, self.selected_MBT))
 
     def norm_ratios(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
         """Add the mean over tokens of ‖after‖ / ‖before‖, both (B, T, ...). Tokens with ‖before‖ = 0 are skipped."""
@@ -183,7 +183,7 @@ class Collector:
         self._norms.clear()
         selected_MNBT = self.selected_MBT[:, None]
         n_N = torch.tensor(heads, device=selected_MNBT.device, dtype=torch.float32)
-        self._probe.add(
+        self._statistics.add(
             [t for tags in (mean_tags, max_tags) for names in zip(*tags, strict=True) for t in names],
             {
                 "sum": torch.where(selected_MNBT, torch.stack(totals), 0.0).sum((2, 3)),
@@ -203,7 +203,7 @@ class Collector:
         self._ratios.clear()
         selected_MNBT = self.selected_MBT[:, None] & torch.stack(nonzero)
         total_MN = torch.where(selected_MNBT, torch.stack(ratios), 0.0).sum((2, 3))
-        self._probe.add_means(
+        self._statistics.add_means(
             [t for names in zip(*tags, strict=True) for t in names], Sums(selected_MNBT.sum((2, 3)).float(), total_MN)
         )
 
@@ -211,7 +211,7 @@ class Collector:
         """Add L2 norm and RMS of the input of the final norm, (B, T, D) (Chameleon, Fig. 5a)."""
         norm = sums(tensor.float().norm(dim=-1), self.selected_MBT)
         sqrt_width = tensor.shape[-1] ** 0.5
-        self._probe.add(
+        self._statistics.add(
             [*self._tags("final_norm"), *self._tags("final_rms")],
             {"sum": norm.sum, "count": norm.count},
             lambda raw: (
@@ -227,9 +227,9 @@ class Collector:
         targets_MBT = selection(target_modality_BT, target_mask_BT, len(self.names))
         statistics = output_statistics(logits_BTV, target_modality_BT, targets_MBT, vocab_sizes)
         for name in ("log_z", "logit_mean", "logit_spread", "wrong_mass"):
-            self._probe.add_means(self._tags(f"out_{name}"), getattr(statistics, name))
+            self._statistics.add_means(self._tags(f"out_{name}"), getattr(statistics, name))
         for block, part, count in zip(self.names, statistics.block_log_z, self.count_M, strict=True):
-            self._probe.add(
+            self._statistics.add(
                 [tag("out_block_log_z", name, block) for name in self.names],
                 {"sum": part.sum, "count": part.count, "present": count.view(1)},
                 lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["present"] > 0)),
@@ -240,7 +240,7 @@ class Collector:
 
         A block is left out if its modality has no token in the batch.
         """
-        self._probe.add(
+        self._statistics.add(
             tags, {"max": values_M.float(), "present": self.count_M.clone()}, lambda raw: (raw["max"], raw["present"])
         )
 
@@ -276,7 +276,7 @@ class Collector:
             self._logits(layer, head, of_head, softmax)
         visible_sq_MMH = statistics.square / scale**2
         growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, visible_sq_MMH)
-        self._probe.add(
+        self._statistics.add(
             [t for part in GROWTH_PARTS for t in self._pair_tags(f"logit_{part}", layer)],
             dict(vars(growth)),
             lambda raw: (
@@ -285,7 +285,7 @@ class Collector:
                 (raw["visible"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(GROWTH_PARTS)),
             ),
         )
-        self._probe.add_means(self._tags("k_common", layer), common_mode(k_BHSK, self.selected_MBT))
+        self._statistics.add_means(self._tags("k_common", layer), common_mode(k_BHSK, self.selected_MBT))
         if softmax:
             if (rank_HB := statistics.rank) is None:
                 rank_HB = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap, pairs.reach, sink_H)
@@ -341,26 +341,26 @@ class Collector:
         count_FM = (counted_MBT.sum((1, 2)).float() * n_heads).expand_as(sum_FM)
         self._rows(layer, None, Sums(count_FM, sum_FM), pairs.count_MM, weights=True)
         for kind, masses in of_kinds.items():
-            self._probe.add_means(self._tags(f"attn_mass_{kind}", layer), masses)
+            self._statistics.add_means(self._tags(f"attn_mass_{kind}", layer), masses)
         if has_sink:
-            self._probe.add_means(self._tags("sink_mass", layer), Sums(count_FM[-1].clone(), sum_FM[-1]))
+            self._statistics.add_means(self._tags("sink_mass", layer), Sums(count_FM[-1].clone(), sum_FM[-1]))
         self._rank(layer, torch.cat(ranks_1B), pairs)
 
     def _logits(self, layer: int, head: int | None, statistics: AttentionStatistics, softmax: bool) -> None:
         count_P = statistics.count.flatten().float()
-        self._probe.add(
+        self._statistics.add(
             [*self._pair_tags("attn_logit_max", layer, head), *self._pair_tags("attn_logit_absmax", layer, head)],
             {"max": torch.stack([statistics.max, statistics.absmax]).flatten(), "count": count_P.repeat(2)},
             lambda raw: (raw["max"], raw["count"]),
         )
-        self._probe.add(
+        self._statistics.add(
             self._pair_tags("attn_logit_p999", layer, head),
             {"tail": pad_sequence(statistics.tail, padding_value=-torch.inf), "count": count_P},
             lambda raw: (exceeded_by_one_in_a_thousand(raw["tail"], raw["count"]), raw["count"]),
         )
         self._rows(layer, head, statistics.rows, statistics.count, logits=True, weights=softmax)
         if statistics.sink is not None:
-            self._probe.add_means(self._tags("sink_mass", layer, head), statistics.sink)
+            self._statistics.add_means(self._tags("sink_mass", layer, head), statistics.sink)
 
     def _rows(
         self, layer: int, head: int | None, rows: Sums, count_MM: Tensor, logits: bool = False, weights: bool = False
@@ -384,7 +384,7 @@ class Collector:
         # the other one, the mass of this pair is left out.
         if weights:
             pairs_FM[-M:] = count_MM.T
-        self._probe.add(
+        self._statistics.add(
             tags,
             {"sum": rows.sum[:F], "count": rows.count[:F].clone(), "pairs": pairs_FM},
             lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
@@ -394,4 +394,4 @@ class Collector:
         """Add the mean rank over the attention matrices. Sequences that contain only padding are left out."""
         total = torch.where(pairs.nonempty_B, rank_HB, 0.0).sum().view(1)
         count = pairs.nonempty_B.expand_as(rank_HB).sum().float().view(1)
-        self._probe.add_means([tag("attn_rank", layer=layer)], Sums(count, total))
+        self._statistics.add_means([tag("attn_rank", layer=layer)], Sums(count, total))

@@ -11,7 +11,7 @@ except ImportError:  # the package's former name
     from pytorch_lightning import Callback  # type: ignore[assignment]
 
 from mmqk.monitors.attach import Watch, attach
-from mmqk.monitors.foreign.sides import Modality
+from mmqk.monitors.modalities import Modality
 from mmqk.store.errors import UserError
 
 

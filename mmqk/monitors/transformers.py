@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
 from mmqk.monitors.attach import Watch, attach
-from mmqk.monitors.foreign.sides import Modality
+from mmqk.monitors.modalities import Modality
 
 
 class NormCallback(TrainerCallback):

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk import store
-from mmqk.monitors import summary
+from mmqk.monitors.formulas import reduce
 from mmqk.store import Alarm, MetricsWriter, UserError, naming, parse_tag, read_alarms
 from mmqk.store.errors import reason_of
 from mmqk.store.metrics import METRICS_NAME
@@ -272,7 +272,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
         parsed = parse_tag(name)
         if parsed.statistic in _WHOLE and parsed.head is None and parsed.layer is None:
             kept[name] = value
-    return kept | summary.over_layers(metrics)
+    return kept | reduce.over_layers(metrics)
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:

@@ -22,7 +22,7 @@ from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Observer, compile_blocks, evaluation_mode
 from mmqk.monitors.own.bad_site import first_bad_site
-from mmqk.monitors.own.callback import StepMonitor
+from mmqk.monitors.own.updates import UpdateMonitor
 from mmqk.store import UserError
 from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep, orthogonalize
 from mmqk.training.losses import (
@@ -99,7 +99,7 @@ class TrainingModule(L.LightningModule):
         self.register_buffer("loss_weights_M", self._loss_weights(torch.get_default_dtype()), persistent=False)
         self.stored: dict[str, Any] = {"mmqk_model": asdict(model)}
         self.step_record: StepRecord | None = None
-        self.step_watch: StepMonitor | None = None
+        self.update_monitor: UpdateMonitor | None = None
         weights, chosen = self.loss_config.weights_of(model.modalities), self.optim_config
         self.trained_places = [i for i, weight in enumerate(weights) if weight > 0]
         self.trained_modalities = tuple(model.modalities[i] for i in self.trained_places)
@@ -204,7 +204,7 @@ class TrainingModule(L.LightningModule):
         """Return the loss of one micro-batch, and add its sums to those of the step."""
         if self.model_config.residual_dropout or self.model_config.attn_dropout:
             self._seed_dropout(index)
-        attributing = self.step_watch is not None and self.step_watch.attributing
+        attributing = self.update_monitor is not None and self.update_monitor.attributing
         by_modality = self.optim_config.split_second_moment or attributing
         sums = self._training_losses(batch, by_modality)
         loss = total_loss(sums, *self.loss_weighting(batch))
@@ -245,8 +245,8 @@ class TrainingModule(L.LightningModule):
             assert parts_M is not None
             optimizer.backward([parts_M[m] for m in self.trained_places])
             return
-        if parts_M is not None and self.step_watch is not None:
-            self.step_watch.before_backward(parts_M)
+        if parts_M is not None and self.update_monitor is not None:
+            self.update_monitor.before_backward(parts_M)
         super().backward(loss, *args, **kwargs)
 
     def configure_gradient_clipping(
@@ -280,8 +280,8 @@ class TrainingModule(L.LightningModule):
         stop = self._stops(grad_norm)
         # `found_inf`, the flag that a gradient scaler passes to a fused optimizer, needs no host synchronization.
         optimizer.found_inf = stop.float()
-        if self.step_watch is not None:
-            self.step_watch.before_update(optimizer, factor, dict(zip(with_grad, norms, strict=True)))
+        if self.update_monitor is not None:
+            self.update_monitor.before_update(optimizer, factor, dict(zip(with_grad, norms, strict=True)))
         self._record_step(optimizer, grad_norm)
         # The other optimizers would add the gradient to their moments.
         if self.skip_step is not None and not isinstance(optimizer, torch.optim.AdamW) and stop:
@@ -308,8 +308,8 @@ class TrainingModule(L.LightningModule):
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Apply the remedies that change weights after an update. This is a hook of the optimizer."""
-        if self.step_watch is not None:
-            self.step_watch.after_update(optimizer)
+        if self.update_monitor is not None:
+            self.update_monitor.after_update(optimizer)
         if self.qk_clip is not None:
             self.qk_clip.clip(self._not_finite)
         every = self.optim_config.msign_every

@@ -16,7 +16,7 @@ from mmqk.diagnose.weights import bounds, describe, grew
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model.attention import apply_rope, rope_tables
 from mmqk.model.config import PerModalityConfig
-from mmqk.monitors.probe import logit_bound
+from mmqk.monitors.own.probe import logit_bound
 
 VOCABULARY = {"text": 20, "image": 12}
 

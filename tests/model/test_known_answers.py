@@ -10,7 +10,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, Q
 from mmqk.model.attention import rope_tables
 from mmqk.model.backends import mask_of
 from mmqk.model.norms import qk_norm
-from mmqk.monitors.probe import logit_bound
+from mmqk.monitors.own.probe import logit_bound
 from tests.model.attend import attention
 from tests.model.small import BLOCKS, build, ids_of
 

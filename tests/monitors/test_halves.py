@@ -14,7 +14,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors.formulas.reduce import selection
 from mmqk.monitors.formulas.weights import absorption
 from mmqk.monitors.own.gradients import gradient_agreement
-from mmqk.monitors.probe import residual_absorption
+from mmqk.monitors.own.probe import residual_absorption
 
 NAMES = ("text", "image")
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors.formulas.weights import AdamUpdate, RadialBudget
-from mmqk.monitors.own.gradients import BudgetWindow, watched_matrices
+from mmqk.monitors.own.updates import BudgetWindow, watched_matrices
 
 BLOCKS = {"text": 9, "image": 7}
 PARTS = ("decay", "step", "unattributed", "rest")

@@ -10,7 +10,7 @@ import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors.formulas.weights import matrix_sizes
-from mmqk.monitors.probe import probe
+from mmqk.monitors.own.probe import probe
 from tests.one_step import token_batch
 
 BLOCKS = {"text": 20, "image": 12}

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
+from mmqk.monitors.own.gradients import gradient_agreement
+from mmqk.monitors.own.updates import BudgetWindow
 from tests.training.ranks import free_port
 
 SEQUENCES = 6  # three for each process: an odd number

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mmqk.monitors.collect import Probe
+from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.trace import ADDITIONS, SAME_VALUES, Origins
 from mmqk.store import UserError
 
@@ -76,7 +76,7 @@ def layer_numbers(paths: Sequence[str]) -> list[int]:
     return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
 
 
-def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]) -> None:
+def add_matrices(statistics: Statistics, root: nn.Module, calls: Sequence[tuple[int, str]]) -> None:
     """Add norm, spectral norm and stable rank of every matrix of every layer.
 
     A tag is, for example, ``self_attn_q_proj_norm/layer03``.
@@ -84,7 +84,7 @@ def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]
     A matrix is a parameter with two axes that is not an embedding. Its name in the tag is its path in the layer.
 
     Args:
-        probe: gets the values.
+        statistics: gets the values.
         root: the model.
         calls: layer number and path of the module of each attention call.
 
@@ -100,7 +100,7 @@ def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]
                 "without matrices"
             )
         named += [(name, [], layer, weight) for name, weight in matrices]
-    probe.add_matrices(named)
+    statistics.add_matrices(named)
 
 
 def _prefixes(calls: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:

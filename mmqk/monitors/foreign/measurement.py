@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmqk.distributed import agreed
 from mmqk.monitors.adapters import Adapter
-from mmqk.monitors.collect import Probe
+from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens, same_document
 from mmqk.monitors.foreign.layers import Stream, layer_numbers, layer_of
 from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
@@ -70,7 +70,7 @@ class Measurement:
         main: the side whose tokens ``modality`` describes.
         others: the declared sides.
         adapter: further sites to measure, or None.
-        collective: whether every rank probes at the same time.
+        collective: whether every rank measures at the same time.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Measurement:
         """Return the pair counts, summed over ranks, and whether each of the flags is true on any rank.
 
         If another rank cannot measure the call or compute its attention weights, ``record`` stores this reason. If
-        the ranks do not probe together (`collective`), nothing is merged.
+        the ranks do not measure together (`collective`), nothing is merged.
         """
         if not self.collective:
             return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), flags
@@ -331,18 +331,18 @@ class Measurement:
         if stream.final is not None and "final" not in self._sites:
             self.main.collector.final(stream.final)
 
-    def finished(self) -> Probe:
-        """Return the probe of all sides, with layer numbers instead of record indices in the tags."""
-        probe = self.main.collector.probe
+    def finished(self) -> Statistics:
+        """Return the statistics of all sides, with layer numbers instead of record indices in the tags."""
+        statistics = self.main.collector.statistics
         for side in self.sides[1:]:
-            probe.parts += side.collector.probe.parts if side.modality_BT is not None else []
+            statistics.parts += side.collector.statistics.parts if side.modality_BT is not None else []
         for side, q_side, k_side in self._crossed.values():
-            parts = side.collector.probe.parts
-            probe.parts += [cross_part(part, q_side.names, k_side.names) for part in parts]
+            parts = side.collector.statistics.parts
+            statistics.parts += [cross_part(part, q_side.names, k_side.names) for part in parts]
         numbers = self._layer_numbers()
-        for part in probe.parts:
+        for part in statistics.parts:
             part.tags[:] = [_LAYER_TAG.sub(lambda m: f"/layer{numbers[int(m[1])]:02d}", t) for t in part.tags]
-        return probe
+        return statistics
 
     def _layer_numbers(self) -> list[int]:
         """Return the layer number of each record.

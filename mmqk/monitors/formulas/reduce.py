@@ -1,4 +1,4 @@
-"""Reduces tensors by modality, and measures the output softmax by modality of the target.
+"""Reduces tensors by modality and numbers over layers, and measures the output softmax by modality of the target.
 
 A mean is stored as its count and sum, so that the parts of several chunks, heads or ranks add up exactly. An absent
 modality has count 0. The visible pairs are computed once for a probed batch and used by every layer.
@@ -9,7 +9,8 @@ Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, V
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mmqk.model.backends import visible_keys
+from mmqk.store.metrics import parse_tag
 
 
 @dataclass(frozen=True)
@@ -308,3 +310,30 @@ class Pairs:
             ],
             others=self.others,
         )
+
+
+# Reducers over layers, and the statistics that they reduce.
+REDUCERS: dict[str, tuple[Callable[[list[float]], float], str]] = {
+    "max": (
+        max,
+        "attn_logit_absmax q_norm k_norm v_norm attn_logit_offset_var attn_logit_spread_var logit_alignment resid_norm"
+        " attn_out_norm mlp_out_norm qk_clip_logit",
+    ),
+    "median": (statistics.median, "attn_entropy q_norm k_norm attn_logit_mean"),
+    "min": (min, "attn_entropy attn_rank qk_clip_gamma"),
+}
+
+
+def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the reductions over layers of the statistics in `REDUCERS`; values by head are ignored."""
+    layers: dict[str, list[float]] = {}
+    for name, value in metrics.items():
+        parsed = parse_tag(name)
+        if parsed.head is None and parsed.layer is not None:
+            layers.setdefault(name.rpartition("/")[0], []).append(value)
+    return {  # with a NaN, Python's max would depend on the order of values
+        f"{series}/{name}": math.nan if any(map(math.isnan, values)) else float(reduce(values))
+        for name, (reduce, reduced) in REDUCERS.items()
+        for series, values in layers.items()
+        if series.partition("/")[0] in reduced.split()
+    }

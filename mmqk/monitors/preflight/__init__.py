@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.foreign.sides import Modality
+from mmqk.monitors.modalities import Modality
 from mmqk.monitors.preflight import attention, parameters
 from mmqk.monitors.preflight import loss as losses
 from mmqk.monitors.preflight.context import Context, Finding, NotChecked, Table

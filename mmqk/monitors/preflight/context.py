@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from mmqk.monitors.foreign.inputs import by_name, find_ids, named_inputs, named_tensors, padding_mask, visible_of
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
-from mmqk.monitors.foreign.probing import find_logits
-from mmqk.monitors.foreign.sides import Modality, modalities_of
+from mmqk.monitors.foreign.probe import find_logits
+from mmqk.monitors.modalities import Modality, modalities_of
 from mmqk.store.files import as_json
 
 IGNORED = -100  # the label that a loss leaves out

@@ -25,8 +25,9 @@ from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import UncuttableError, find_ids, first_call, padding_mask
 from mmqk.monitors.foreign.isolate import isolated, unwrapped
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
-from mmqk.monitors.foreign.sides import Modalities, Side
+from mmqk.monitors.foreign.sides import Side
 from mmqk.monitors.foreign.trace import Origins, tensors_in
+from mmqk.monitors.modalities import Modalities
 
 _PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}
 ROWS = 2  # sequences of the pass that reads attention

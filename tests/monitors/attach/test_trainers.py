@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.summary import over_layers
+from mmqk.monitors.formulas.reduce import over_layers
 from mmqk.store import read_metrics
 from tests.monitors.attach.nets import Net, batches, loss_of
 from tests.monitors.attach.trainers import lightning_run, transformers_run

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmqk.lab.runs import read_runs
 from mmqk.monitors import attach
-from mmqk.monitors.summary import over_layers
+from mmqk.monitors.formulas.reduce import over_layers
 from mmqk.store import UserError, read_metrics
 from tests.monitors.attach.nets import L, Net, batches, loss_of
 

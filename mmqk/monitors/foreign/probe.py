@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmqk.distributed import ProbeError, agreed, failed_here, rank, world_size
 from mmqk.monitors.adapters import Adapter
-from mmqk.monitors.collect import Probe
+from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import (
     Inputs,
@@ -34,9 +34,10 @@ from mmqk.monitors.foreign.inputs import (
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.layers import Layers, add_matrices, clean
 from mmqk.monitors.foreign.measurement import Measurement, SiteRecord
-from mmqk.monitors.foreign.sides import Modalities, Side, sides_of_batch
+from mmqk.monitors.foreign.sides import Side, sides_of_batch
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.formulas.reduce import kind_of
+from mmqk.monitors.modalities import Modalities
 from mmqk.store.errors import UserError
 
 
@@ -73,7 +74,7 @@ class Prober:
         """The device of the model."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
-    def probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
+    def probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Statistics:
         """Probe the first sequences of a batch, or the whole batch if a probe of the first ones fails."""
         B = batch_size(named_inputs(self.model, args, kwargs))
         sequences = B if self.whole_batch else self.sequences
@@ -83,11 +84,11 @@ class Prober:
             if error.is_final or not agreed(self.device, sequences < B)[0]:
                 raise
             reason = error
-        probe = self._probe_rows(args, kwargs, B)
+        statistics = self._probe_rows(args, kwargs, B)
         self.whole_batch = True
         if rank() == 0:
             print(f"mmqk: the probe uses all {B} sequences of the batch, not {sequences}: {reason}", flush=True)
-        return probe
+        return statistics
 
     @torch.no_grad()
     def bad_site(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -125,7 +126,7 @@ class Prober:
         words = " and ".join(f"{n} of {total} {name} tokens" for n, total, name in counts if n)
         return f" in {words}" if words else ""
 
-    def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Probe:
+    def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Statistics:
         """Probe the first sequences of a batch. If this fails on one rank, it raises an error on every rank.
 
         Raises:
@@ -178,21 +179,23 @@ class Prober:
             message = f"{where} ({type(error).__name__}: {error})" if in_forward else str(error)
             raise ProbeError(message, is_final, is_fatal) from error
 
-    def _finished(self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int) -> Probe:
-        """Return the probe after the forward pass, merged over ranks, and store its layers, records and tokens."""
+    def _finished(
+        self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int
+    ) -> Statistics:
+        """Return the statistics of the forward pass, merged over ranks, and store its layers, records and tokens."""
         measurement.residual_stream(capture.stream)
         self._output(measurement, output, inputs, capture.root, capture.origins)
         if self.matrices:
             main = [(i, r.path) for i, r in enumerate(measurement.records) if r.number in measurement.main_calls]
-            add_matrices(measurement.main.collector.probe, capture.root, main)
-        probe = measurement.finished()
-        probe.add(
+            add_matrices(measurement.main.collector.statistics, capture.root, main)
+        statistics = measurement.finished()
+        statistics.add(
             ["probe_sequences"],
             {"sum": torch.tensor([float(rows)], device=measurement.device)},
             lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
         )
         agreed(measurement.device)
-        probe = probe.merged()
+        statistics = statistics.merged()
         reason = "cross-attention written with matmul and softmax"
         paths = capture.cross_products - capture.products - {record.path for record in measurement.records}
         measurement.records += [SiteRecord(path, not_measured=reason, other_tokens=True) for path in sorted(paths)]
@@ -202,7 +205,7 @@ class Prober:
         sides = [side for side in measurement.sides if side.modality_BT is not None]
         self.tokens_M = torch.cat([side.collector.selected_MBT.sum((1, 2)) for side in sides])
         self.names = tuple(name for side in sides for name in side.names)
-        return probe
+        return statistics
 
     def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
         """Return the modality of each token (B, T), and the sets of inputs that these tokens may come from.

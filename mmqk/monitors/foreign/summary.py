@@ -1,8 +1,7 @@
-"""What `attach` prints and writes: the line after the first probe, warnings, alarms, reductions and the run folder."""
+"""What `attach` prints and writes: the line after the first probe, warnings, alarms and the run folder."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -231,30 +230,3 @@ class LiveAlarms:
                 print(f"mmqk: alarm at {alarm.line()}", flush=True)
             if self.on_alarm is not None:
                 self.on_alarm(alarm)
-
-
-# Reducers over layers, and the statistics that they reduce.
-REDUCERS: dict[str, tuple[Callable[[list[float]], float], str]] = {
-    "max": (
-        max,
-        "attn_logit_absmax q_norm k_norm v_norm attn_logit_offset_var attn_logit_spread_var logit_alignment resid_norm"
-        " attn_out_norm mlp_out_norm qk_clip_logit",
-    ),
-    "median": (statistics.median, "attn_entropy q_norm k_norm attn_logit_mean"),
-    "min": (min, "attn_entropy attn_rank qk_clip_gamma"),
-}
-
-
-def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the reductions over layers of the statistics in `REDUCERS`; values by head are ignored."""
-    layers: dict[str, list[float]] = {}
-    for name, value in metrics.items():
-        parsed = parse_tag(name)
-        if parsed.head is None and parsed.layer is not None:
-            layers.setdefault(name.rpartition("/")[0], []).append(value)
-    return {  # with a NaN, Python's max would depend on the order of values
-        f"{series}/{name}": math.nan if any(map(math.isnan, values)) else float(reduce(values))
-        for name, (reduce, reduced) in REDUCERS.items()
-        for series, values in layers.items()
-        if series.partition("/")[0] in reduced.split()
-    }

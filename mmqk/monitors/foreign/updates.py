@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from mmqk.distributed import summed
 from mmqk.monitors.foreign.isolate import unwrapped
 from mmqk.monitors.foreign.layers import clean, layer_of
-from mmqk.monitors.foreign.sides import Modalities
 from mmqk.monitors.formulas.reduce import log_z
 from mmqk.monitors.formulas.weights import gradient_over_second_moment
+from mmqk.monitors.modalities import Modalities
 from mmqk.store import UserError, tag
 
 Optimizers = Optimizer | Sequence[Optimizer]

@@ -19,7 +19,7 @@ from mmqk.model.backends import documents_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, capped, evaluation_mode
-from mmqk.monitors.collect import NORM_SITES, Collector, Probe
+from mmqk.monitors.collect import NORM_SITES, Collector, Statistics
 from mmqk.monitors.formulas.reduce import Pairs, selection, visible_pairs
 from mmqk.monitors.formulas.weights import Absorption, absorption
 from mmqk.store.metrics import tag
@@ -54,7 +54,7 @@ def probe(
     heads: bool = False,
     pairs: Mapping[Reach, Pairs] | None = None,
     matrices: bool = False,
-) -> Probe:
+) -> Statistics:
     """Return every statistic of docs/statistics.md that one forward pass over ``batch`` can measure, by layer and
     modality.
 
@@ -99,8 +99,8 @@ def probe(
         eager_forward(model, batch, observer, NO_EAGER_FP32)
     _weights(model, collector)
     if matrices:
-        collector.probe.add_matrices(block_matrices(model))
-    return collector.probe
+        collector.statistics.add_matrices(block_matrices(model))
+    return collector.statistics
 
 
 def block_matrices(model: EarlyFusionTransformer) -> Iterator[tuple[str, list[str], int, Tensor]]:
@@ -123,7 +123,7 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
         collector.of_vocabulary([tag(statistic, name) for name in c.modalities], torch.stack(norms))
     if c.weight_reparam == "sigma":
         tags = [tag("sigma_ratio", layer=layer) for layer in range(c.n_layers)]
-        collector.probe.add_values(tags, torch.stack([sigma_ratio(block) for block in model.blocks]))
+        collector.statistics.add_values(tags, torch.stack([sigma_ratio(block) for block in model.blocks]))
     if c.qk_norm.kind == "none":
         return
     for layer in range(c.n_layers):
@@ -138,7 +138,7 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
             if present:
                 tags += [tag(f"{name}_gain_mean", layer=layer), tag(f"{name}_gain_max", layer=layer)]
                 values += [torch.cat(present).mean(), torch.cat(present).max()]
-        collector.probe.add_values(tags, torch.stack(values))
+        collector.statistics.add_values(tags, torch.stack(values))
 
 
 @torch.no_grad()
@@ -184,7 +184,7 @@ def eager_forward(
 
 
 @torch.no_grad()
-def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
+def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Statistics:
     """Return `Absorption` by layer and modality of the token, over the additions of attention and MLP outputs.
 
     If the stream is not in bf16, the result is the error that a bf16 stream would have, and the tags end in
@@ -196,7 +196,7 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
     """
     names = model.config.modalities
     selected_MBT = selection(batch.modality_BT, batch.valid_BT, len(names))
-    probe = Probe(sequences=len(batch.ids_BT))
+    statistics = Statistics(sequences=len(batch.ids_BT))
     stream: dict[str, Tensor] = {}
     first: dict[int, Absorption] = {}
     blocks = [cast(Block, block) for block in model.blocks]
@@ -215,11 +215,11 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
         ending = "" if x_BTD.dtype == torch.bfloat16 else "_if_bf16"
         for statistic, part in ABSORPTION.items():
             both = getattr(first[layer], part) + getattr(of_site, part)
-            probe.add_means([tag(statistic + ending, n, layer=layer) for n in names], both)
+            statistics.add_means([tag(statistic + ending, n, layer=layer) for n in names], both)
 
     with ExitStack() as stack:
         for block in blocks:
             for norm in (block.attn_pre_norm, block.mlp_pre_norm):
                 stack.callback(norm.register_forward_pre_hook(before).remove)
         eager_forward(model, batch, observer, dense_for=("flex",))
-    return probe
+    return statistics
