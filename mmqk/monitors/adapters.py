@@ -51,8 +51,8 @@ class Adapter:
         layer: regular expression for the full name (Python module and class) of the family's layer class; only
             `adapter_for` uses it.
         sites: the tensors to read.
-        layers: paths of the layers to which the sites are limited, together with the final norm beside the list of
-            these layers; None for no limit. `adapter_for` sets it, so that a model's other parts are not read.
+        layers: paths of the layers to which the sites are limited; None for no limit. `adapter_for` sets it, so that a
+            model's other parts are not read.
     """
 
     layer: str
@@ -61,13 +61,9 @@ class Adapter:
 
     def at(self, path: str) -> list[Site]:
         """Return the sites at the module with this path."""
-        found = [site for site in self.sites if re.fullmatch(site.module, path)]
-        if not found or self.layers is None:
-            return found
-        # Modules that have a list of layers and its final norm: model for model.layers.0 and model.norm.
-        parents = {layer.rpartition(".")[0].rpartition(".")[0] for layer in self.layers}
-        inside, beside = self.layer_at(path) is not None, path.rpartition(".")[0] in parents
-        return [site for site in found if (beside if site.name == "final" else inside)]
+        if self.layers is not None and self.layer_at(path) is None:
+            return []
+        return [site for site in self.sites if re.fullmatch(site.module, path)]
 
     def layer_at(self, path: str) -> str | None:
         """Return the path of the layer in `layers` that has the module with this path; None if there is none."""
@@ -76,40 +72,24 @@ class Adapter:
         return path or None
 
 
-# Layer classes of transformers and timm.
-_LAYER = r"(.*\.)?layers\.\d+"
-_DECODER = (
-    Site("attn_in", _LAYER + r"\.self_attn\.q_proj", of="input"),
-    Site("q_raw", _LAYER + r"\.self_attn\.q_proj"),
-    Site("k_raw", _LAYER + r"\.self_attn\.k_proj"),
-    Site("resid", _LAYER),
-    Site("final", r"(.*\.)?norm", of="input"),
-)
-
-
-def _decoder(layer: str, attn_out: str, mlp_out: str) -> Adapter:
-    sublayers = (Site("attn_out", rf"{_LAYER}\.{attn_out}"), Site("mlp_out", rf"{_LAYER}\.{mlp_out}"))
-    return Adapter(rf"transformers\..*\.({layer})DecoderLayer", _DECODER + sublayers)
-
-
+_LLAMA = r"(.*\.)?layers\.\d+\.self_attn\."
+_TIMM = r"(.*\.)?blocks\.\d+\.attn\.qkv"  # one matrix projects q, k and v
+# Queries and keys before QK-Norm of layers of transformers and timm; their residual stream is detected.
 ADAPTERS = (
-    # Pre-norm.
-    _decoder("Llama|Mistral|Qwen2|Qwen3|Chameleon", "self_attn", "mlp"),
-    # Post-norm: the norm is the last step before the addition.
-    _decoder("Gemma2|Gemma3|Olmo2|Olmo3", "post_attention_layernorm", "post_feedforward_layernorm"),
-    # Post-norm under other module names: Chameleon-34B.
-    _decoder("ChameleonSwin", "input_layernorm", "post_attention_layernorm"),
-    # Vision transformers of timm, which project q, k and v with one matrix.
+    Adapter(
+        r"transformers\..*\.(Llama|Mistral|Qwen2|Qwen3|Chameleon|ChameleonSwin|Gemma2|Gemma3|Olmo2|Olmo3)DecoderLayer",
+        (
+            Site("attn_in", _LLAMA + "q_proj", of="input"),
+            Site("q_raw", _LLAMA + "q_proj"),
+            Site("k_raw", _LLAMA + "k_proj"),
+        ),
+    ),
     Adapter(
         r"timm\.models\.vision_transformer\.Block",
         (
-            Site("attn_in", r"(.*\.)?blocks\.\d+\.attn\.qkv", of="input"),
-            Site("q_raw", r"(.*\.)?blocks\.\d+\.attn\.qkv", take=lambda qkv: qkv.chunk(3, -1)[0]),
-            Site("k_raw", r"(.*\.)?blocks\.\d+\.attn\.qkv", take=lambda qkv: qkv.chunk(3, -1)[1]),
-            Site("attn_out", r"(.*\.)?blocks\.\d+\.ls1"),
-            Site("mlp_out", r"(.*\.)?blocks\.\d+\.ls2"),
-            Site("resid", r"(.*\.)?blocks\.\d+"),
-            Site("final", r"(.*\.)?norm", of="input"),
+            Site("attn_in", _TIMM, of="input"),
+            Site("q_raw", _TIMM, take=lambda qkv: qkv.chunk(3, -1)[0]),
+            Site("k_raw", _TIMM, take=lambda qkv: qkv.chunk(3, -1)[1]),
         ),
     ),
 )

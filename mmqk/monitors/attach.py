@@ -18,20 +18,18 @@ from torch.distributed.tensor import DTensor
 from mmqk.distributed import agreed, first_of_ranks, rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
 from mmqk.monitors.collect import Statistics
-from mmqk.monitors.foreign import summary
 from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
 from mmqk.monitors.foreign.isolate import copied, unwrapped
 from mmqk.monitors.foreign.layers import Layers
+from mmqk.monitors.foreign.output import Log, Output, missing_series, restored_note, summary_parts, warn_of_absent
 from mmqk.monitors.foreign.probe import Prober
 from mmqk.monitors.foreign.sides import Sides, check_sides
 from mmqk.monitors.foreign.updates import Losses, Optimizers, Updates
-from mmqk.monitors.formulas.reduce import over_layers
 from mmqk.monitors.modalities import Modality, modalities_of
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call of the model
-Log = Callable[..., Any]  # called as log({tag: number}, step=int)
 
 # The first probe runs at this step at the latest: early enough to report a user error soon, late enough to time the
 # steps before it.
@@ -101,9 +99,9 @@ def attach(
     adapter = adapter or adapter_for(unwrapped(model))
     prober = Prober(model, modalities, sequences, adapter, checked_sides, matrices)
     updates = None if optimizer is None else Updates(model, optimizer)
-    alarms = summary.LiveAlarms(AlarmRules(warmup_steps, max_steps), on_alarm)
-    folder = None if out is None else Path(out)
-    return Watch(model, prober, every_n_steps, folder, log, alarms, Losses(modalities), strict, updates)
+    rules = AlarmRules(warmup_steps, max_steps)
+    output = Output(None if out is None else Path(out), log, rules, on_alarm)
+    return Watch(model, prober, every_n_steps, output, Losses(modalities), updates, strict)
 
 
 @dataclass
@@ -111,30 +109,28 @@ class Watch:
     """The handle that `attach` returns.
 
     Attributes:
-        steps: optimizer steps so far. Set it before the first step of a resumed run.
         prober: runs the probes, and has the results of the last one.
+        output: gets the numbers.
+        steps: optimizer steps so far. Set it before the first step of a resumed run.
     """
 
     model: nn.Module
     prober: Prober
     every_n_steps: int
-    out: Path | None
-    log: Log | None
-    alarms: summary.LiveAlarms
+    output: Output
     losses: Losses
-    strict: bool = False
-    updates: Updates | None = None
+    updates: Updates | None
+    strict: bool
     steps: int = 0
     _last_call: LastCall = field(default_factory=LastCall)
-    _folder: summary.WatchFolder | None = None
-    _started: int = 0  # value of ``steps`` before the first step
-    _step_times: list[float] | None = field(default_factory=list)  # None after the first probe
-    _closed: bool = False
+    _started: int | None = None  # value of ``steps`` before the first step
+    _step_times: list[float] = field(default_factory=list)  # of the steps before the first probe
     _tried: bool = False  # a probe was due and had a batch
-    _failures: set[str] = field(default_factory=set)
+    _summarized: bool = False  # the line after the first probe was printed
     _overdue: bool = False  # a probe was due, but the batch was empty
+    _failures: set[str] = field(default_factory=set)  # reasons that were printed
     _bad: bool = False  # the last numbers were not finite
-    _warned: set[str] = field(default_factory=set)  # statistics of `warn_of_mass` whose warning was shown
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         self._last_call.copying = self.every_n_steps > 0
@@ -163,14 +159,12 @@ class Watch:
         if self._closed:
             return
         self._last_call.wrap(self.model)  # the model may have been compiled since the last step
-        if self._step_times is not None and not self._step_times:
-            resumed = self.steps  # as the caller has set it; 0 for a new run
+        if self._started is None:
+            if self.every_n_steps and rank() == 0:
+                self.output.start(self.steps)  # as the caller has set it; 0 for a new run
             self.steps = self._started = self.steps if number is None else number - 1
-            if self.out is not None and self.every_n_steps and rank() == 0:
-                self._folder = summary.WatchFolder(self.out, resumed)
-                self.alarms.folder = self.out
         previous, self.steps = self.steps, self.steps + 1 if number is None else number
-        if self._step_times is not None and not self._tried:
+        if not self._tried:
             self._step_times.append(time.perf_counter())
         is_due = self._due(previous, self.steps)
         measured = self.updates.values() if self.updates is not None else {}
@@ -211,7 +205,7 @@ class Watch:
         With several optimizers, a trainer's step number rises by more than 1 at a time and can skip a multiple. A
         probe is then due at the first step after this multiple.
         """
-        every, done = self.every_n_steps, step - self._started
+        every, done = self.every_n_steps, step - (self._started or 0)
         if not every:
             return False
         is_first = not self._tried and done >= min(FIRST_PROBE, every)
@@ -242,8 +236,7 @@ class Watch:
         self._last_call.take()
         if self.updates is not None:
             self.updates.close()
-        if self._folder is not None:
-            self._folder.close(self.steps, status)
+        self.output.close(self.steps, status)
 
     # The probe
 
@@ -262,16 +255,16 @@ class Watch:
             )
         if self._overdue:
             return {}
-        is_first, self._tried = self._step_times is not None, True
-        start = self._synchronized_time() if is_first else 0.0
+        self._tried = True
+        start = 0.0 if self._summarized else self._synchronized_time()
         self.prober.autocast = self._last_call.autocast
         values = self.prober.probe(*call).flat()
         assert self.layers is not None
         values["attn_layers_seen"] = self.layers.seen
         values["attn_layers_hidden"] = len(self.layers.hidden)
-        if is_first:
+        if not self._summarized:
             self._print_summary(self._synchronized_time() - start, values, call)
-            self._step_times = None
+            self._summarized = True
         return values
 
     def _write(self, values: dict[str, float], call: Call | None) -> None:
@@ -284,12 +277,7 @@ class Watch:
         before, self._bad = self._bad, agreed(self.prober.device, is_bad)[0]
         site = self._bad_site(call) if self._bad and not before else None
         for step, line in lines.items() if rank() == 0 else ():
-            summary.warn_of_mass(line, step, self._warned)
-            if self._folder is not None:
-                self._folder.write(step, line)
-            if self.log is not None and step == self.steps:
-                self.log(line | over_layers(line), step=step)
-            self.alarms.update(step, line, site)
+            self.output.write(step, line, step == self.steps, site)
 
     def _bad_site(self, call: Call | None) -> str | None:
         """Return the first place that is not finite, on the first rank that has one: a gradient, which the update
@@ -340,16 +328,14 @@ class Watch:
         return time.perf_counter()
 
     def _print_summary(self, seconds: float, values: dict[str, float], call: Call) -> None:
-        assert self.prober.tokens_M is not None and self.layers is not None and self._step_times is not None
+        assert self.prober.tokens_M is not None and self.layers
         tokens_M = summed(self.prober.tokens_M)
         if rank() == 0:
             prober, tokens = self.prober, dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
-            parts = summary.summary_parts(
-                self.layers, tokens, prober.records, seconds, step_seconds, self.every_n_steps
-            )
-            parts += [summary.restored_note(prober.changed), self._attention_note(call), prober.modalities.origin]
-            parts.append(summary.missing_series(values, prober.modalities.names))
+            parts = summary_parts(self.layers, tokens, prober.records, seconds, step_seconds, self.every_n_steps)
+            parts += [restored_note(prober.changed), self._attention_note(call), prober.modalities.origin]
+            parts.append(missing_series(values, prober.modalities.names))
             print(f"mmqk: {' · '.join(filter(None, parts))}", flush=True)
             if not prober.modalities.origin:
-                summary.warn_of_absent(tokens)
+                warn_of_absent(tokens)

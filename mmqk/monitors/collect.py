@@ -21,11 +21,11 @@ from mmqk.distributed import world_size
 from mmqk.monitors.formulas.attention import (
     GROWTH_PARTS,
     AttentionStatistics,
-    LogitGrowth,
     attention_rank,
     attention_statistics,
     common_mode,
     exceeded_by_one_in_a_thousand,
+    growth_parts,
     logit_growth,
     participation,
 )
@@ -58,11 +58,9 @@ class Statistics:
     """Statistics of one batch, still on the device.
 
     Attributes:
-        sequences: number of probed sequences, over all ranks; maxima are exact over these sequences.
         parts: the statistics, in the order in which the forward pass computes them.
     """
 
-    sequences: int
     parts: list[StatisticPart] = field(default_factory=list)
 
     def add(self, tags: list[str], raw: dict[str, Tensor], finish: Finish) -> None:
@@ -102,7 +100,6 @@ class Statistics:
                 else:
                     op = dist.ReduceOp.MAX if name.startswith("max") else dist.ReduceOp.SUM
                     dist.all_reduce(tensor, op)
-        self.sequences *= world
         return self
 
     def flat(self) -> dict[str, float]:
@@ -137,7 +134,7 @@ class Collector:
         self.names, self.heads = names, heads
         self.selected_MBT = selection(modality_BT, valid_BT, len(names))
         self.count_M = self.selected_MBT.sum((1, 2)).float()
-        self._statistics = Statistics(sequences=len(modality_BT))
+        self._statistics = Statistics()
         self._norms: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
         self._ratios: list[tuple[list[str], Tensor, Tensor]] = []
 
@@ -225,10 +222,10 @@ class Collector:
     ) -> None:
         """Add the statistics of the output softmax by the modality of the target."""
         targets_MBT = selection(target_modality_BT, target_mask_BT, len(self.names))
-        statistics = output_statistics(logits_BTV, target_modality_BT, targets_MBT, vocab_sizes)
-        for name in ("log_z", "logit_mean", "logit_spread", "wrong_mass"):
-            self._statistics.add_means(self._tags(f"out_{name}"), getattr(statistics, name))
-        for block, part, count in zip(self.names, statistics.block_log_z, self.count_M, strict=True):
+        by_name, block_log_z = output_statistics(logits_BTV, target_modality_BT, targets_MBT, vocab_sizes)
+        for name, part in by_name.items():
+            self._statistics.add_means(self._tags(name), part)
+        for block, part, count in zip(self.names, block_log_z, self.count_M, strict=True):
             self._statistics.add(
                 [tag("out_block_log_z", name, block) for name in self.names],
                 {"sum": part.sum, "count": part.count, "present": count.view(1)},
@@ -278,9 +275,9 @@ class Collector:
         growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, visible_sq_MMH)
         self._statistics.add(
             [t for part in GROWTH_PARTS for t in self._pair_tags(f"logit_{part}", layer)],
-            dict(vars(growth)),
+            growth,
             lambda raw: (
-                LogitGrowth(**raw).parts().flatten(),
+                growth_parts(raw).flatten(),
                 # If all queries or keys of a head are 0, the logarithm does not exist.
                 (raw["visible"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(GROWTH_PARTS)),
             ),

@@ -57,7 +57,7 @@ class NormMonitor(Callback):
         assert self.watch is not None
         self.watch.steps = self._step = trainer.global_step
         if not self.options.get("max_steps"):
-            self.watch.alarms.rules.max_steps = max(trainer.max_steps, 0)
+            self.watch.output.rules.max_steps = max(trainer.max_steps, 0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count a step if the batch ended one; with gradient accumulation several batches make one step."""

@@ -46,7 +46,7 @@ class NormCallback(TrainerCallback):
         self.watch = attach(model, log=self._store, **options)
         self.watch.steps = state.global_step
         if not self.options.get("max_steps"):
-            self.watch.alarms.rules.max_steps = state.max_steps
+            self.watch.output.rules.max_steps = state.max_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Probe if a probe is due, and log its values as `Trainer.log` does, but without printing them."""

@@ -11,6 +11,7 @@ from mmqk.monitors.formulas.attention import (
     attention_rank,
     attention_statistics,
     common_mode,
+    growth_parts,
     logit_growth,
 )
 from mmqk.monitors.formulas.reduce import Pairs, selection, visible_pairs
@@ -32,7 +33,7 @@ def growth(q, k, of, visible):
 
 
 def parts_of(measured):
-    return dict(zip(GROWTH_PARTS, measured.parts(), strict=True))
+    return dict(zip(GROWTH_PARTS, growth_parts(measured), strict=True))
 
 
 @pytest.mark.parametrize(("grown", "by"), [("q_power", "q"), ("k_power", "k"), ("alignment", "line")])

@@ -131,9 +131,9 @@ def test_absorption_is_that_of_the_stream_that_the_layers_add_to(dtype, deep):
         with torch.no_grad():
             between = model.blocks[layer].attn_deep_norm(added) if deep else added
         b = absorption(alpha * between, mlp, of_MBT)
-        for statistic, part in (("absorb_error", "error"), ("absorb_bias", "bias"), ("absorbed", "absorbed")):
+        for statistic in ("absorb_error", "absorb_bias", "absorbed"):
             for m, name in enumerate(NAMES):
-                both = [getattr(p, part) for p in (a, b)]
+                both = [p[statistic] for p in (a, b)]
                 mean = sum(float(p.sum[m]) for p in both) / sum(float(p.count[m]) for p in both)
                 assert found[f"{statistic}{ending}/{name}/layer0{layer}"] == pytest.approx(mean, rel=1e-6)
     if dtype == torch.float32 and not deep:  # control: a larger residual stream has larger rounding errors

@@ -94,18 +94,20 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._torch_attention(args, kwargs)
-        reader = reader_of(func)
-        if reader is not None:
-            return self._attention(func, reader, args, kwargs)
+        if (reader := reader_of(func)) is not None:
+            is_flash = reader in (calls.of_flash, calls.of_flash_varlen)
+            is_refused = is_flash and args[0].dtype not in (torch.float16, torch.bfloat16)
+            dense = partial(_flash_output, args[0].shape) if is_refused else None
+            return self._attention(func, partial(self._read, reader), args, kwargs, dense=dense)
         name = getattr(func, "__name__", "")
         if name in SOFTMAX and args and isinstance(args[0], Tensor):
             self._softmax(args[0])
         if func is F.embedding:
             self.measurement.embedding(args[0], self.origins.of(args[0]))
-        before = self.stream.before(func, args)
+        before = self.stream.before(name, args)
         out = func(*args, **kwargs)
-        self.origins.trace(func, args, kwargs, out)
-        self.stream.trace(func, args, kwargs, out, before)
+        self.origins.trace(name, args, kwargs, out)
+        self.stream.trace(name, args, kwargs, out, before)
         self.layout.trace(name, args, out)
         path, module, _ = self._running[-1]
         by_hand = self.by_hand.trace(name, args, kwargs, out, path, module)
@@ -144,42 +146,62 @@ class Capture(TorchFunctionMode):
 
     # Attention calls
 
-    def _attention(self, func: Any, reader: Callable[..., Call], args: Any, kwargs: Any) -> Any:
-        call, origin = self._read(reader, self._call_origins(args, kwargs), *args, **kwargs)
-        is_flash = reader in (calls.of_flash, calls.of_flash_varlen)
-        if is_flash and call is not None and call.q_BHTK.dtype not in (torch.float16, torch.bfloat16):
-            # flash_attn refuses fp32: compute the output densely.
-            lse_BHT = call.q_BHTK.new_zeros(call.q_BHTK.shape[:3])
-            out_BTHK = call.output().transpose(1, 2)
-            out = out_BTHK.reshape(args[0].shape[:-1] + out_BTHK.shape[-1:]), lse_BHT, None, None
-        else:
-            out = func(*args, **kwargs)
-        self.origins.set(out, origin)
-        return out
+    def _attention(
+        self,
+        func: Callable[..., Any],
+        read: Callable[..., Call],
+        args: Any,
+        kwargs: Any,
+        *,
+        origins: CallOrigins | None = None,
+        module: nn.Module | None = None,
+        dense: Callable[[Call], Any] | None = None,
+    ) -> Any:
+        """Run and measure one attention function.
 
-    def _read(
-        self, reader: Callable[..., Call], origins: CallOrigins, *args: Any, **kwargs: Any
-    ) -> tuple[Call | None, Origin | None]:
-        """Read and measure a call; return the call (None if it cannot be read) and the origin of its output."""
-        path, module, _ = self._running[-1]
-        if reader is calls.of_sdpa:
-            order = self.layout.order_of(*tensors_in(args), *tensors_in(kwargs))
-            kwargs = {**kwargs, "split": lambda x: self.layout.split(x, order)}
-        if reader in (calls.of_flash_varlen, calls.of_torch_varlen):
-            args = self.rows, *args
+        Args:
+            func: the attention function.
+            read: returns the `Call` with these arguments.
+            args, kwargs: the arguments of both.
+            origins: origins of the queries and keys; by default those of the arguments.
+            module: the module that calls a function of transformers or mmqk, whose second output may be the weights.
+            dense: returns the output of a call in place of ``func``, because ``func`` refuses fp32; or None.
+        """
+        origins = self._call_origins(args, kwargs) if origins is None else origins
+        path, running, _ = self._running[-1]
+        call: Call | NotMeasured
+        self._in_attention = True
         try:
-            call = reader(*args, **kwargs)
-        except NotMeasured as reason:
-            return None, self._measure(path, module, reason, origins)
-        if reader is calls.of_flex:  # transformers applies the sinks of its layers after the operator
-            call.set_sinks(getattr(module, "sinks", None))
-        return call, self._measure(path, module, call, origins)
+            try:
+                call = read(*args, **kwargs)
+            except NotMeasured as reason:
+                call = reason
+            out = dense(call) if dense is not None and isinstance(call, Call) else func(*args, **kwargs)
+            if module is not None and isinstance(call, Call) and isinstance(out, tuple) and len(out) > 1:
+                call.weights_BHTS = out[1]
+            path = path if module is None else self.paths.get(module, path)
+            self.origins.set(out, self._measure(path, module or running, call, origins))
+        finally:
+            self._in_attention = False
+        return out
 
     def _measure(self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins) -> Origin | None:
         """Measure a call of this module and return the origin of its output."""
         self.attention_types.add(type(module))
         number = self.measurement.attention(path, call, origins)
         return None if origins[0] is None else Origin(origins[0].inputs, number)
+
+    def _read(self, reader: Callable[..., Call], *args: Any, **kwargs: Any) -> Call:
+        """Return the call of a torch function or operator, with what its arguments do not tell."""
+        if reader is calls.of_sdpa:
+            order = self.layout.order_of(*tensors_in(args), *tensors_in(kwargs))
+            return reader(*args, **kwargs, split=lambda x: self.layout.split(x, order))
+        if reader in (calls.of_flash_varlen, calls.of_torch_varlen):
+            return reader(self.rows, *args, **kwargs)
+        call = reader(*args, **kwargs)
+        if reader is calls.of_flex:  # transformers applies the sinks of its layers after the operator
+            call.set_sinks(getattr(self._running[-1][1], "sinks", None))
+        return call
 
     def _call_origins(self, args: Any, kwargs: Any) -> CallOrigins:
         """Return the origins of queries and keys; if neither is known, the origin of the enclosing module's input."""
@@ -197,53 +219,29 @@ class Capture(TorchFunctionMode):
         requested, this method runs the function twice: once without the weights for the measurement, and once with
         them for the output.
         """
-        sdpa = F.scaled_dot_product_attention
-        origins = self._call_origins(args, kwargs)
-        out_origins: list[Origin | None] = []
+        sdpa, read = F.scaled_dot_product_attention, partial(self._read, calls.of_sdpa)
+        origins, outputs = self._call_origins(args, kwargs), list[Tensor]()
 
-        def read_and_run(*a: Any, **k: Any) -> Any:
-            out_origins.append(self._read(calls.of_sdpa, origins, *a, **k)[1])
-            return sdpa(*a, **k)
+        def measured(*a: Any, **k: Any) -> Any:
+            outputs.append(self._attention(sdpa, read, a, k, origins=origins))
+            return outputs[-1]
 
         with ExitStack() as stack:
-            replace(stack, F, "scaled_dot_product_attention", read_and_run)
+            replace(stack, F, "scaled_dot_product_attention", measured)
             out = F.multi_head_attention_forward(*args, **{**kwargs, "need_weights": False})
         if kwargs.get("need_weights", True):
             out = F.multi_head_attention_forward(*args, **kwargs)
-        self.origins.set(out, out_origins[0] if out_origins else origins[0])
+        self.origins.set(out, self.origins.of(outputs[0]) if outputs else origins[0])
         return out
 
     def wrapped(
-        self, forward: Callable[..., Any], read: Callable[..., Call], dense: bool = False
+        self, forward: Callable[..., Any], read: Callable[..., Call], dense: Callable[[Call], Any] | None = None
     ) -> Callable[..., Any]:
-        """Return a function that measures and runs an attention function, which gets the module first.
-
-        Args:
-            forward: the attention function.
-            read: returns the `Call` with these arguments.
-            dense: compute the output with dense attention, because ``forward`` refuses fp32. A call that cannot be
-                measured runs ``forward``.
-        """
+        """Return ``forward``, an attention function that gets the module first, as a function that is measured."""
 
         def measured(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self.paths.get(module, self._running[-1][0])
-            self._in_attention, origins = True, self._call_origins(args, kwargs)
-            call: Call | NotMeasured
-            try:
-                try:
-                    call = read(module, *args, **kwargs)
-                except NotMeasured as reason:
-                    call = reason
-                if dense and isinstance(call, Call):
-                    out: Any = call.output().transpose(1, 2), None
-                else:
-                    out = forward(module, *args, **kwargs)
-                if isinstance(call, Call) and isinstance(out, tuple) and len(out) > 1:
-                    call.weights_BHTS = out[1]
-                self.origins.set(out, self._measure(path, module, call, origins))
-            finally:
-                self._in_attention = False
-            return out
+            run, read_call = partial(forward, module), partial(read, module)
+            return self._attention(run, read_call, args, kwargs, module=module, dense=dense)
 
         return measured
 
@@ -281,7 +279,7 @@ class Capture(TorchFunctionMode):
         modules made no attention call but seems to compute attention. Such a module has the type of a module that
         made a call, or "attention" in the name of its class, or it computes token-by-token products or softmaxes.
         """
-        records = [record for record in self.measurement.records if record.is_call]
+        records = self.measurement.records
         measured = [record.path for record in records if record.not_measured is None and not record.cross]
         calls = {record.path for record in records}
         blocks = {block_of(path) for path in calls}
@@ -309,6 +307,17 @@ class Capture(TorchFunctionMode):
         names = [place or "the model" for place in in_order]  # layers.2 before layers.10
         seen = {path for path in measured if not any(_within(path, place) for place in places - {""})}
         return Layers(layer_numbers(measured), names, len(seen), bool(hidden - not_measured))
+
+
+def _flash_output(q_shape: torch.Size, call: Call) -> Any:
+    """Return the output of dense attention as the operators of flash_attn return it."""
+    out_BTHK = call.output().transpose(1, 2)
+    return out_BTHK.reshape(q_shape[:-1] + out_BTHK.shape[-1:]), out_BTHK.new_zeros(call.q_BHTK.shape[:3]), None, None
+
+
+def _transformers_output(call: Call) -> Any:
+    """Return the output of dense attention as transformers' flash attention returns it."""
+    return call.output().transpose(1, 2), None
 
 
 def _within(path: str, outer: str) -> bool:
@@ -355,7 +364,7 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
         entries = getattr(table, "_global_mapping", table)
         for key in [key for key in entries if "flash" in key and "|" not in key]:
             stack.callback(entries.__setitem__, key, entries[key])
-            entries[key] = capture.wrapped(entries[key], calls.of_transformers_flash, dense=True)
+            entries[key] = capture.wrapped(entries[key], calls.of_transformers_flash, _transformers_output)
 
 
 def _patch_mmqk(capture: Capture, stack: ExitStack) -> None:

@@ -231,6 +231,13 @@ def packed_documents(inputs: Inputs, shape: torch.Size) -> Tensor | None:
     return document_BT.expand(shape)
 
 
+def valid_tokens(mask: Tensor | None, like_BT: Tensor) -> Tensor:
+    """Return (B, T) bool: False at padding; all True without a mask of this shape."""
+    if mask is None or mask.shape != like_BT.shape:
+        return torch.ones_like(like_BT, dtype=torch.bool)
+    return visible_of(mask.to(like_BT.device))
+
+
 def visible_of(mask: Tensor) -> Tensor:
     """Return True where a mask of 1 and 0, or of 0 and large negative numbers, lets tokens be seen."""
     is_additive = mask.is_floating_point() and not (mask > 0).any()

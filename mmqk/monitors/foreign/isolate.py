@@ -206,20 +206,24 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's parameters."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
 @contextmanager
-def isolated(
-    root: nn.Module, device: torch.device, full_precision: bool = True, autocast: bool = False
-) -> Iterator[State]:
+def isolated(root: nn.Module, full_precision: bool = True, autocast: bool = False) -> Iterator[State]:
     """Inside the context the model runs eagerly, in evaluation mode and without gradients.
 
     The context restores each submodule's mode, the `State` of the model, and the random state of torch (CPU and
-    ``device``), Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
+    the model's device), Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
 
     Args:
         full_precision: disable autocast, even if the model enters autocast itself.
         autocast: whether the training call used autocast. If it did, autocast is enabled again unless
             ``full_precision`` is true.
     """
+    device = device_of(root)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -177,9 +177,9 @@ class Stream:
         origin = self.origins.of(x)
         return self._terms.get(x) or (Term(None, 0 if origin is None else origin.call),)
 
-    def before(self, func: Any, args: Any) -> Any:
+    def before(self, name: str, args: Any) -> Any:
         """Return the terms and value that an in-place addition overwrites, to pass to `trace`."""
-        if getattr(func, "__name__", "") not in ("add_", "__iadd__") or len(args) < 2:
+        if name not in ("add_", "__iadd__") or len(args) < 2:
             return None
         x = args[0]
         if not isinstance(x, Tensor) or not self.is_stream(x):
@@ -187,11 +187,10 @@ class Stream:
         terms = self.terms_of(x)
         return (terms, x.clone() if terms[0].tensor is None and not terms[0].parts else None)
 
-    def trace(self, func: Any, args: Any, kwargs: Any, out: Any, before: Any = None) -> None:
-        """Trace one torch function, which returned ``out``; ``before`` is the result of `before`."""
+    def trace(self, name: str, args: Any, kwargs: Any, out: Any, before: Any) -> None:
+        """Trace the torch function of this name, which returned ``out``; ``before`` is the result of `before`."""
         if not isinstance(out, Tensor) or not args or not isinstance(args[0], Tensor):
             return
-        name = getattr(func, "__name__", "")
         if name in ADDITIONS:
             self._add(args, kwargs, out, before)
         elif name in SAME_VALUES and args[0].shape == out.shape and args[0] is not out:

@@ -38,29 +38,24 @@ CallOrigins = tuple[Origin | None, Origin | None]
 
 
 @dataclass
-class SiteRecord:
-    """One attention call, or one site of an adapter.
-
-    Until the end of the forward pass, tags contain the index of the record in `Measurement.records` instead of the
-    layer number.
+class CallRecord:
+    """What became of one attention call.
 
     Attributes:
         path: path of the module.
-        is_call: True for an attention call, False for an adapter's site.
+        place: the call's number in tags until `Measurement.finished`, which knows the layer numbers.
         not_measured: why the call was not measured; None if it was.
         other_tokens: whether the call was not measured because its tokens belong to no declared side.
         no_weights: why the call has no entropy, mass and rank; None if it has them.
         cross: whether the call is measured as cross-attention, with statistics named ``cross_...``.
-        number: number of the call in the forward pass, from 1; 0 for an adapter's site.
     """
 
     path: str
-    is_call: bool = True
+    place: int = 0
     not_measured: str | None = None
     other_tokens: bool = False
     no_weights: str | None = None
     cross: bool = False
-    number: int = 0
 
 
 class Measurement:
@@ -71,6 +66,11 @@ class Measurement:
         others: the declared sides.
         adapter: further sites to measure, or None.
         collective: whether every rank measures at the same time.
+
+    Attributes:
+        records: the attention calls; call number n is the n-th record.
+        main_calls: numbers of the measured self-attention calls of the main side.
+        main_used: whether any measured tensor had the main side's origin.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Measurement:
         self.modality_BT, self.valid_BT = main.tokens
         self.device = self.modality_BT.device
         self.adapter = adapter
-        self.records: list[SiteRecord] = []
-        self.main_calls: list[int] = []  # numbers of the measured self-attention calls of the main side
-        self.n_calls = 0
-        self.main_used = main.inputs is None  # whether any measured tensor had the main side's origin
+        self.records: list[CallRecord] = []
+        self.main_calls: list[int] = []
+        self.main_used = main.inputs is None
+        self._paths: list[str] = []  # module of each call and each adapter's site, by its place
         self._crossed: dict[tuple[str, str], tuple[Side, Side, Side]] = {}
         self._before_call: dict[Any, dict[str, Tensor]] = {}  # by layer: attn_in, q_raw and k_raw
         self._sites: set[str] = set()  # names of the adapter's sites that were measured
@@ -146,13 +146,12 @@ class Measurement:
         Returns:
             The number of the call.
         """
-        self.n_calls += 1
         with torch.autocast(self.device.type, enabled=False):
             self._attention(path, call, origins)
-        return self.n_calls
+        return len(self.records)
 
     def _attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> None:
-        record, side, q_side = SiteRecord(path, number=self.n_calls), self.main, None
+        record, side, q_side = CallRecord(path, self._place(path)), self.main, None
         read: tuple[Call, Pairs] | None = None
         kinds, has_kinds = dict[str, Tensor](), [False] * len(KINDS)
         self.records.append(record)
@@ -187,7 +186,11 @@ class Measurement:
             kinds = {kind: kinds.get(kind, none_BTS) for kind, has in zip(KINDS, has_kinds, strict=True) if has}
             self._measure(record, call, side, pairs, has_score_mod, kinds)
             if side is self.main:
-                self.main_calls.append(record.number)
+                self.main_calls.append(len(self.records))
+
+    def _place(self, path: str) -> int:
+        self._paths.append(path)
+        return len(self._paths) - 1
 
     def _check_shape(self, call: Call, q_side: Side, k_side: Side) -> None:
         q, k = call.q_BHTK, call.k_BGSK
@@ -204,7 +207,7 @@ class Measurement:
             )
 
     def _merge_over_ranks(
-        self, record: SiteRecord, pairs: Pairs | None, flags: list[bool], n: int
+        self, record: CallRecord, pairs: Pairs | None, flags: list[bool], n: int
     ) -> tuple[list[int], list[bool]]:
         """Return the pair counts, summed over ranks, and whether each of the flags is true on any rank.
 
@@ -251,9 +254,9 @@ class Measurement:
         return kinds
 
     def _measure(
-        self, record: SiteRecord, call: Call, side: Side, pairs: Pairs, has_score_mod: bool, kinds: dict[str, Tensor]
+        self, record: CallRecord, call: Call, side: Side, pairs: Pairs, has_score_mod: bool, kinds: dict[str, Tensor]
     ) -> None:
-        layer, q, k = len(self.records) - 1, call.q_BHTK, call.expanded(call.k_BGSK)
+        layer, q, k = record.place, call.q_BHTK, call.expanded(call.k_BGSK)
         before = self._before_call.pop(self._layer_of(record.path), {}) if side is self.main else {}
         collector = side.collector
         for name, head_dim in (("q", q.shape[-1]), ("k", k.shape[-1])):
@@ -302,10 +305,10 @@ class Measurement:
             if site.name == "final":
                 self.main.collector.final(tensor)
             elif site.name not in ("q_raw", "k_raw"):
-                self.records.append(SiteRecord(path, is_call=False))
-                self.main.collector.norms(site.name, len(self.records) - 1, tensor)
+                self.main.collector.norms(site.name, self._place(path), tensor)
 
     # After the forward pass
+
     def output(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
         """Add the statistics of the output softmax, with the vocabulary sorted into one block for each modality."""
         V, names, modalities = logits_BTV.shape[-1], self.main.names, self.main.modalities
@@ -324,15 +327,15 @@ class Measurement:
 
     def residual_stream(self, stream: Stream) -> None:
         """Add the norms of the detected residual stream and sublayer outputs, except those of the adapter's sites."""
-        for i, record in enumerate(self.records):
-            for site, norm_BT1 in stream.layers.get(record.number, {}).items():
-                if record.is_call and site not in self._sites:
-                    self.main.collector.norms(site, i, norm_BT1)
+        for number, record in enumerate(self.records, 1):
+            for site, norm_BT1 in stream.layers.get(number, {}).items():
+                if site not in self._sites:
+                    self.main.collector.norms(site, record.place, norm_BT1)
         if stream.final is not None and "final" not in self._sites:
             self.main.collector.final(stream.final)
 
     def finished(self) -> Statistics:
-        """Return the statistics of all sides, with layer numbers instead of record indices in the tags."""
+        """Return the statistics of all sides, with layer numbers instead of places in the tags."""
         statistics = self.main.collector.statistics
         for side in self.sides[1:]:
             statistics.parts += side.collector.statistics.parts if side.modality_BT is not None else []
@@ -345,16 +348,16 @@ class Measurement:
         return statistics
 
     def _layer_numbers(self) -> list[int]:
-        """Return the layer number of each record.
+        """Return the layer number of each place.
 
-        It is the number of the record's call if the call was measured, else the number of a measured call in the same
-        layer, else the first integer of the path.
+        It is the number of the call if the call was measured, else the number of a measured call in the same layer,
+        else the first integer of the path.
         """
-        measured = [r for r in self.records if r.is_call and r.not_measured is None and not r.cross]
+        measured = [r for r in self.records if r.not_measured is None and not r.cross]
         numbers = layer_numbers([record.path for record in measured])
-        by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}
+        by_place = {record.place: n for record, n in zip(measured, numbers, strict=True)}
         by_layer = {self._layer_of(record.path): n for record, n in zip(measured, numbers, strict=True)}
         return [
-            by_call.get(r.number, by_layer.get(self._layer_of(r.path), (layer_of(r.path) or ("", 0))[1]))
-            for r in self.records
+            by_place.get(place, by_layer.get(self._layer_of(path), (layer_of(path) or ("", 0))[1]))
+            for place, path in enumerate(self._paths)
         ]

@@ -31,9 +31,9 @@ from mmqk.monitors.foreign.inputs import (
     padding_mask,
     tensors_in,
 )
-from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
+from mmqk.monitors.foreign.isolate import copied, device_of, isolated, unwrapped
 from mmqk.monitors.foreign.layers import Layers, add_matrices, clean
-from mmqk.monitors.foreign.measurement import Measurement, SiteRecord
+from mmqk.monitors.foreign.measurement import CallRecord, Measurement
 from mmqk.monitors.foreign.sides import Side, sides_of_batch
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.formulas.reduce import kind_of
@@ -65,14 +65,14 @@ class Prober:
     whole_batch: bool = False
     changed: set[str] = field(default_factory=set)
     layers: Layers | None = None
-    records: list[SiteRecord] = field(default_factory=list)
+    records: list[CallRecord] = field(default_factory=list)
     tokens_M: Tensor | None = None
     names: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return device_of(self.model)
 
     def probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Statistics:
         """Probe the first sequences of a batch, or the whole batch if a probe of the first ones fails."""
@@ -108,7 +108,7 @@ class Prober:
                 where = self._bad_tokens(bad, modality_BT)
                 found.append(f"the output of {clean(path) or 'the model'}, which is {kind_of(bad)}{where}")
 
-        with isolated(root, self.device), ExitStack() as stack:
+        with isolated(root), ExitStack() as stack:
             for path, module in root.named_modules():
                 hook = module.register_forward_hook(lambda _, __, output, path=path: check(path, output))
                 stack.callback(hook.remove)
@@ -159,7 +159,7 @@ class Prober:
                 inputs = named_inputs(self.model, copies, named_copies)
                 measurement = self._measurement(inputs, modality_BT.to(device), source, world_size() > 1)
                 capture = Capture(root, rows, measurement, Origins(inputs, root))
-                with isolated(root, device, one_dtype, self.autocast) as state, watching(capture):
+                with isolated(root, one_dtype, self.autocast) as state, watching(capture):
                     output = root(*copies, **named_copies)
                 self.changed |= state.changed
                 if measurement.main_used:
@@ -186,19 +186,16 @@ class Prober:
         measurement.residual_stream(capture.stream)
         self._output(measurement, output, inputs, capture.root, capture.origins)
         if self.matrices:
-            main = [(i, r.path) for i, r in enumerate(measurement.records) if r.number in measurement.main_calls]
-            add_matrices(measurement.main.collector.statistics, capture.root, main)
+            records = [measurement.records[number - 1] for number in measurement.main_calls]
+            add_matrices(measurement.main.collector.statistics, capture.root, [(r.place, r.path) for r in records])
         statistics = measurement.finished()
-        statistics.add(
-            ["probe_sequences"],
-            {"sum": torch.tensor([float(rows)], device=measurement.device)},
-            lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
-        )
+        sequences = {"sum": torch.tensor([float(rows)], device=measurement.device)}
+        statistics.add(["probe_sequences"], sequences, lambda raw: (raw["sum"], torch.ones_like(raw["sum"])))
         agreed(measurement.device)
         statistics = statistics.merged()
         reason = "cross-attention written with matmul and softmax"
         paths = capture.cross_products - capture.products - {record.path for record in measurement.records}
-        measurement.records += [SiteRecord(path, not_measured=reason, other_tokens=True) for path in sorted(paths)]
+        measurement.records += [CallRecord(path, not_measured=reason, other_tokens=True) for path in sorted(paths)]
         self.layers = capture.layers()
         # Keep no reference to the measurement: it holds masks of shape (B, T, T).
         self.records = measurement.records
@@ -267,7 +264,7 @@ class Tracing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.origins.trace(func, args, kwargs, out)
+        self.origins.trace(getattr(func, "__name__", ""), args, kwargs, out)
         return out
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmqk.monitors.collect import Collector, StatisticPart
 from mmqk.monitors.foreign.calls import Call, NotMeasured
-from mmqk.monitors.foreign.inputs import Inputs, named_tensors, padding_mask, visible_of
+from mmqk.monitors.foreign.inputs import Inputs, named_tensors, padding_mask, valid_tokens
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.monitors.modalities import Modalities, Modality, check_name
@@ -64,10 +64,7 @@ class Side:
         """The modality of each token, and a mask that is False at padding, (B, T) each."""
         if self.modality_BT is None:
             raise NotMeasured(f"no embedding got the ids of {self.source}")
-        mask = self.padding_BT
-        if mask is None or mask.shape != self.modality_BT.shape:
-            return self.modality_BT, torch.ones_like(self.modality_BT, dtype=torch.bool)
-        return self.modality_BT, visible_of(mask.to(self.modality_BT.device))
+        return self.modality_BT, valid_tokens(self.padding_BT, self.modality_BT)
 
     @cached_property
     def collector(self) -> Collector:

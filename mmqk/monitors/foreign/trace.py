@@ -93,9 +93,8 @@ class Origins:
         for x in tensors_in(value) if origin is not None else ():
             self._of[x] = origin
 
-    def trace(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Set the origin of ``out``, which the torch function ``func`` returned."""
-        name = getattr(func, "__name__", "")
+    def trace(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        """Set the origin of ``out``, which the torch function of this name returned."""
         if name == "__setitem__":
             out = args[0]
         outputs = list(tensors_in(out))

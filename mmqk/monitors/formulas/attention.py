@@ -7,7 +7,7 @@ Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -235,54 +235,35 @@ def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Te
     return sum_of_squares(weight_HBTS).square() / square_HB
 
 
-GROWTH_PARTS = ("q_power", "k_power", "alignment", "masked")  # in the order of `LogitGrowth.parts`
+GROWTH_PARTS = ("q_power", "k_power", "alignment", "masked")  # in the order of `growth_parts`
 
 
-@dataclass(frozen=True)
-class LogitGrowth:
-    """Sums of one layer by query modality, key modality and head, (M, M, H).
+def growth_parts(growth: Mapping[str, Tensor]) -> Tensor:
+    """Return four natural logarithms, each averaged over heads, (4, M, M); NaN if there is no pair.
 
-    The sums of several batches can be added.
+    ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked`` is exact for the raw visible logits z.
 
-    Attributes:
-        q_sq: squared length of the query, over all pairs of a query and a key of one sequence, visible or not.
-        k_sq: squared length of the key, over the same pairs.
-        dot_sq: squared dot product, over the same pairs.
-        pairs: number of these pairs, (M, M).
-        visible_sq: squared dot product over the visible pairs.
-        visible: number of visible pairs, (M, M).
+    q_power: log of the mean squared length of the queries.
+    k_power: log of the mean squared length of the keys.
+    alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentered second moments; ``-log K`` for random
+        directions, 0 if all queries and keys lie on one line.
+    masked: log of E[z^2] over the visible pairs minus log of E[z^2] over all pairs; the other parts are computed over
+        all pairs.
+
+    Args:
+        growth: the sums of `logit_growth`, of one or several batches.
     """
-
-    q_sq: Tensor
-    k_sq: Tensor
-    dot_sq: Tensor
-    pairs: Tensor
-    visible_sq: Tensor
-    visible: Tensor
-
-    def parts(self) -> Tensor:
-        """Return four natural logarithms, each averaged over heads, (4, M, M); NaN if there is no pair.
-
-        ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked`` is exact for the raw visible logits z.
-
-        q_power: log of the mean squared length of the queries.
-        k_power: log of the mean squared length of the keys.
-        alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentered second moments; ``-log K`` for random
-            directions, 0 if all queries and keys lie on one line.
-        masked: log of E[z^2] over the visible pairs minus log of E[z^2] over all pairs; the other parts are computed
-            over all pairs.
-        """
-        pairs, visible = self.pairs[..., None], self.visible[..., None]
-        q_sq, k_sq, dot_sq = self.q_sq / pairs, self.k_sq / pairs, self.dot_sq / pairs
-        alignment, masked = (dot_sq / (q_sq * k_sq)).log(), (self.visible_sq / visible).log() - dot_sq.log()
-        return torch.stack([part.mean(-1) for part in (q_sq.log(), k_sq.log(), alignment, masked)])
+    pairs, visible = growth["pairs"][..., None], growth["visible"][..., None]
+    q_sq, k_sq, dot_sq = (growth[name] / pairs for name in ("q_sq", "k_sq", "dot_sq"))
+    alignment, masked = (dot_sq / (q_sq * k_sq)).log(), (growth["visible_sq"] / visible).log() - dot_sq.log()
+    return torch.stack([part.mean(-1) for part in (q_sq.log(), k_sq.log(), alignment, masked)])
 
 
 def logit_growth(
     q_BHTK: Tensor, k_BHSK: Tensor, token_MBT: Tensor, pairs: Pairs, visible_sq_MMH: Tensor
-) -> LogitGrowth:
-    """Return the sums of `LogitGrowth` for the queries and keys of the dot product (after QK-Norm and RoPE),
-    without its scale.
+) -> dict[str, Tensor]:
+    """Return sums of one layer by query modality, key modality and head, (M, M, H), which add up over batches. The
+    queries and keys are those of the dot product (after QK-Norm and RoPE), without its scale.
 
     Args:
         q_BHTK: queries.
@@ -290,6 +271,14 @@ def logit_growth(
         token_MBT: the tokens of each modality, from `mmqk.monitors.formulas.reduce.selection`.
         pairs: visible pairs.
         visible_sq_MMH: sums of squared dot products over the visible pairs, from `attention_statistics`.
+
+    Returns:
+        q_sq: squared length of the query, over all pairs of a query and a key of one sequence, visible or not.
+        k_sq: squared length of the key, over the same pairs.
+        dot_sq: squared dot product, over the same pairs.
+        pairs: number of these pairs, (M, M).
+        visible_sq: squared dot product over the visible pairs.
+        visible: number of visible pairs, (M, M).
     """
     n_MB = token_MBT.sum(-1).float()
     moments_2MBHKK = torch.stack([_second_moments(x, token_MBT) for x in (q_BHTK, k_BHSK)])
@@ -298,14 +287,14 @@ def logit_growth(
     cq_HMX, ck_HMX = moments_2HMBKK.flatten(3).unbind(0)
     # Each sequence is weighted by its number of pairs of the two modalities.
     q_sq_HMM, k_sq_HMM = trace_2HMB[0] @ n_MB.T, (trace_2HMB[1] @ n_MB.T).mT
-    return LogitGrowth(
-        q_sq=q_sq_HMM.permute(1, 2, 0),
-        k_sq=k_sq_HMM.permute(1, 2, 0),
-        dot_sq=(cq_HMX @ ck_HMX.mT).permute(1, 2, 0),
-        pairs=n_MB @ n_MB.T,
-        visible_sq=visible_sq_MMH,
-        visible=pairs.count_MM.float(),
-    )
+    return {
+        "q_sq": q_sq_HMM.permute(1, 2, 0),
+        "k_sq": k_sq_HMM.permute(1, 2, 0),
+        "dot_sq": (cq_HMX @ ck_HMX.mT).permute(1, 2, 0),
+        "pairs": n_MB @ n_MB.T,
+        "visible_sq": visible_sq_MMH,
+        "visible": pairs.count_MM.float(),
+    }
 
 
 def _second_moments(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:

@@ -71,50 +71,38 @@ def kind_of(x: Tensor) -> str | None:
     return "NaN" if torch.isnan(x).any() else "infinite"
 
 
-@dataclass(frozen=True)
-class OutputStatistics:
-    """Statistics by modality of the target.
-
-    ``log_z = logit_mean + log V + logit_spread`` separates drift from sharpening.
-
-    Attributes:
-        log_z: log Z of the softmax, nats.
-        logit_mean: mean logit over the vocabulary; a constant added to all logits changes only logit_mean and log_z.
-        logit_spread: log Z - log V - mean logit; 0 for equal logits.
-        block_log_z: log Z over the ids of one modality, for each modality.
-        wrong_mass: probability of ids outside the target's modality.
-    """
-
-    log_z: Sums
-    logit_mean: Sums
-    logit_spread: Sums
-    block_log_z: tuple[Sums, ...]
-    wrong_mass: Sums
-
-
 def output_statistics(
     logits_BTV: Tensor, target_modality_BT: Tensor, selected_MBT: Tensor, vocab_sizes: Mapping[str, int]
-) -> OutputStatistics:
-    """Return the statistics of the logits that the loss uses (after the final softcap).
+) -> tuple[dict[str, Sums], list[Sums]]:
+    """Return the statistics of the logits that the loss uses (after the final softcap), by modality of the target.
+
+    ``log_z = logit_mean + log V + logit_spread`` separates drift from sharpening.
 
     Args:
         logits_BTV: in fp32.
         target_modality_BT: modality of each position's target.
         selected_MBT: which targets belong to each modality, from `mmqk.monitors.formulas.reduce.selection`.
         vocab_sizes: number of ids of each modality, in id order.
+
+    Returns:
+        By name: out_log_z, the log Z of the softmax, nats; out_logit_mean over the vocabulary, which with log Z is all
+        that a constant added to the logits changes; out_logit_spread, log Z - log V - mean logit, 0 for equal logits;
+        out_wrong_mass, the probability of ids outside the target's modality. Then, for each modality, the log Z over
+        its ids.
     """
     mean_BT = logits_BTV.mean(-1)
     block_BTM = torch.stack([log_z(part) for part in logits_BTV.split(list(vocab_sizes.values()), -1)], -1)
     log_z_BT = block_BTM.logsumexp(-1)
     target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]  # log Z of the target's modality
     log_v = math.log(logits_BTV.shape[-1])
-    return OutputStatistics(
-        log_z=sums(log_z_BT, selected_MBT),
-        logit_mean=sums(mean_BT, selected_MBT),
-        logit_spread=sums(log_z_BT - log_v - mean_BT, selected_MBT),
-        block_log_z=tuple(sums(block_BTM[..., m], selected_MBT) for m in range(len(vocab_sizes))),
-        wrong_mass=sums(-torch.expm1(target_block_BT - log_z_BT), selected_MBT),
-    )
+    values = {
+        "out_log_z": log_z_BT,
+        "out_logit_mean": mean_BT,
+        "out_logit_spread": log_z_BT - log_v - mean_BT,
+        "out_wrong_mass": -torch.expm1(target_block_BT - log_z_BT),
+    }
+    by_name = {name: sums(values_BT, selected_MBT) for name, values_BT in values.items()}
+    return by_name, [sums(block_BT, selected_MBT) for block_BT in block_BTM.unbind(-1)]
 
 
 def log_z(logits_BTV: Tensor) -> Tensor:

@@ -70,25 +70,16 @@ def half_products(halves: Sequence[tuple[Gradients, Gradients]]) -> HalfProducts
     return HalfProducts(cross_MM, torch.stack([(a - b).square().sum() / 2 for a, b in flat]))
 
 
-@dataclass(frozen=True)
-class Absorption:
-    """Rounding error of adding a sublayer's output y to a bf16 residual stream x, by modality of the token.
+def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> dict[str, Sums]:
+    """Return the rounding error of adding a sublayer's output y to a bf16 residual stream x, by modality of the token.
 
-    With ``e = bf16(x + y) - x - y`` over one token's channels:
+    With ``e = bf16(x + y) - x - y`` over one token's channels, the statistics are
 
-    Attributes:
-        error: ``|e| / |y|``; at 1 the rounding error is as large as y.
-        bias: ``-<e, y> / |y|^2``: the share of y that rounding removes; negative if rounding adds to y.
-        absorbed: share of ``|y|^2`` in channels where ``bf16(x + y) == x``, which the addition does not change.
-    """
+    - absorb_error, ``|e| / |y|``; at 1 the rounding error is as large as y
+    - absorb_bias, ``-<e, y> / |y|^2``: the share of y that rounding removes; negative if rounding adds to y
+    - absorbed, the share of ``|y|^2`` in channels where ``bf16(x + y) == x``, which the addition does not change
 
-    error: Sums
-    bias: Sums
-    absorbed: Sums
-
-
-def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption:
-    """Return the rounding error of adding y in bf16, for inputs of any precision; x is rounded to bf16 first.
+    The inputs may have any precision; x is rounded to bf16 first.
 
     Args:
         x_BTD: residual stream before the addition.
@@ -101,11 +92,12 @@ def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption
     error_BTD = rounded - x - y
     energy_BT = y.square().sum(-1)
     nonzero_MBT = selected_MBT & (energy_BT > 0)
-    return Absorption(
-        error=sums((error_BTD.square().sum(-1) / energy_BT).sqrt(), nonzero_MBT),
-        bias=sums(-(error_BTD * y).sum(-1) / energy_BT, nonzero_MBT),
-        absorbed=sums(torch.where(rounded == x, y.square(), 0.0).sum(-1) / energy_BT, nonzero_MBT),
-    )
+    values = {
+        "absorb_error": (error_BTD.square().sum(-1) / energy_BT).sqrt(),
+        "absorb_bias": -(error_BTD * y).sum(-1) / energy_BT,
+        "absorbed": torch.where(rounded == x, y.square(), 0.0).sum(-1) / energy_BT,
+    }
+    return {name: sums(values_BT, nonzero_MBT) for name, values_BT in values.items()}
 
 
 def below_epsilon(second_moment: Tensor, step: int | Tensor, beta2: float, eps: float) -> Tensor:

@@ -20,12 +20,10 @@ from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, capped, evaluation_mode
 from mmqk.monitors.collect import NORM_SITES, Collector, Statistics
-from mmqk.monitors.formulas.reduce import Pairs, selection, visible_pairs
-from mmqk.monitors.formulas.weights import Absorption, absorption
+from mmqk.monitors.formulas.reduce import Pairs, Sums, selection, visible_pairs
+from mmqk.monitors.formulas.weights import absorption
 from mmqk.store.metrics import tag
 
-# Statistics of `residual_absorption`, and the fields of `Absorption`.
-ABSORPTION = {"absorb_error": "error", "absorb_bias": "bias", "absorbed": "absorbed"}
 # Backends without an eager fp32 kernel.
 NO_EAGER_FP32 = ("flex", "sdpa_flash", "sdpa_cudnn")
 
@@ -185,7 +183,7 @@ def eager_forward(
 
 @torch.no_grad()
 def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Statistics:
-    """Return `Absorption` by layer and modality of the token, over the additions of attention and MLP outputs.
+    """Return the `absorption` by layer and modality of the token, over the additions of attention and MLP outputs.
 
     If the stream is not in bf16, the result is the error that a bf16 stream would have, and the tags end in
     ``_if_bf16``. The function runs one forward pass in the caller's precision and does not change the model.
@@ -196,9 +194,9 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Sta
     """
     names = model.config.modalities
     selected_MBT = selection(batch.modality_BT, batch.valid_BT, len(names))
-    statistics = Statistics(sequences=len(batch.ids_BT))
+    statistics = Statistics()
     stream: dict[str, Tensor] = {}
-    first: dict[int, Absorption] = {}
+    first: dict[int, dict[str, Sums]] = {}
     blocks = [cast(Block, block) for block in model.blocks]
 
     def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # the input of a pre-norm is the stream
@@ -213,8 +211,8 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Sta
             first[layer] = of_site
             return
         ending = "" if x_BTD.dtype == torch.bfloat16 else "_if_bf16"
-        for statistic, part in ABSORPTION.items():
-            both = getattr(first[layer], part) + getattr(of_site, part)
+        for statistic, of_attention in first[layer].items():
+            both = of_attention + of_site[statistic]
             statistics.add_means([tag(statistic + ending, n, layer=layer) for n in names], both)
 
     with ExitStack() as stack:

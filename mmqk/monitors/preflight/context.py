@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.foreign.inputs import by_name, find_ids, named_inputs, named_tensors, padding_mask, visible_of
+from mmqk.monitors.foreign.inputs import by_name, find_ids, named_inputs, named_tensors, padding_mask, valid_tokens
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.probe import find_logits
 from mmqk.monitors.modalities import Modality, modalities_of
@@ -152,7 +152,6 @@ class Context:
         self.model, self.root, self.batch, self.optimizer = model, unwrapped(model), batch, optimizer
         self.loss = loss or self._own_loss
         self.modalities = modalities_of(model, modality)
-        self.device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
         self.cache: dict[str, Any] = {}  # what the checks of another file compute once
 
     # Calls of the model
@@ -172,7 +171,7 @@ class Context:
         calls: list[tuple[Any, ...]] = []  # module, args, kwargs, output
         (batch,), _ = copied((batch,), {}, self.root)
         caught = self.root.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True)
-        with caught, isolated(self.root, self.device), torch.enable_grad():
+        with caught, isolated(self.root), torch.enable_grad():
             loss = self.loss(self.model, batch)
             if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
                 shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
@@ -216,7 +215,7 @@ class Context:
         """Return the logits, or another output (B, T, D), of a pass without gradients."""
         args, kwargs = copied(args, kwargs, self.root)
         named = named_inputs(self.model, args, kwargs)
-        with isolated(self.root, self.device):
+        with isolated(self.root):
             output = self.root(*args, **kwargs)
         shape = self.ids_of(named).shape
         logits = find_logits(output, shape, 0, self.root)
@@ -258,10 +257,7 @@ class Context:
     @cached_property
     def valid_BT(self) -> Tensor:
         """False at padding."""
-        mask = padding_mask(self.inputs, None)
-        if mask is None or mask.shape != self.ids_BT.shape:
-            return torch.ones_like(self.ids_BT, dtype=torch.bool)
-        return visible_of(mask).to(self.ids_BT.device)
+        return valid_tokens(padding_mask(self.inputs, None), self.ids_BT)
 
     @cached_property
     def document_BT(self) -> Tensor | None:

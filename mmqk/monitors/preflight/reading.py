@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import UncuttableError, find_ids, first_call, padding_mask
-from mmqk.monitors.foreign.isolate import isolated, unwrapped
+from mmqk.monitors.foreign.isolate import device_of, isolated, unwrapped
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.sides import Side
 from mmqk.monitors.foreign.trace import Origins, tensors_in
@@ -128,7 +128,6 @@ class CallReader(Measurement):
 
     def attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> int:
         """Store one attention call; return its number."""
-        self.n_calls += 1
         products, self.projections.products = self.projections.products, {}
         seen = SeenCall(path)
         self.seen.append(seen)
@@ -139,7 +138,7 @@ class CallReader(Measurement):
             self._check_shape(call, q_side, k_side)
         except NotMeasured as reason:
             seen.reason, seen.other_tokens = str(reason), isinstance(reason, OtherTokens)
-            return self.n_calls
+            return len(self.seen)
         module = self.root.get_submodule(path)
         seen.call = replace(call, q_BHTK=call.q_BHTK.detach(), k_BGSK=call.k_BGSK.detach(), v_BGSK=call.v_BGSK.detach())
         if isinstance(module, nn.MultiheadAttention):
@@ -148,7 +147,7 @@ class CallReader(Measurement):
             token = int(self.valid_BT[0].nonzero()[-1]) if self.valid_BT[0].any() else 0
             seen.q = normalization(call.q_BHTK, products, module, token)
             seen.k = normalization(call.k_BGSK, products, module, token)
-        return self.n_calls
+        return len(self.seen)
 
 
 def _derivative(x: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -257,15 +256,14 @@ def read_calls(
     ids = find_ids(inputs)
     if ids is None and modalities is None:
         raise NotMeasured("the inputs have no token ids")
-    device = next((p.device for p in root.parameters()), torch.device("cpu"))
     modality_BT = torch.zeros_like(ids[1]) if modalities is None and ids else modalities.of(inputs)  # type: ignore[union-attr]
     source = None if ids is None or (modalities and modalities.function) else frozenset({ids[0]})
-    main = Side("", ("text",), source, None, modality_BT.to(device), padding_mask(inputs, source))
+    main = Side("", ("text",), source, None, modality_BT.to(device_of(root)), padding_mask(inputs, source))
     origins = Origins(inputs, root)
     projections = Projections(origins, rms or {})
     reader = CallReader(main, root, projections)
     capture = Capture(root, len(modality_BT), reader, origins)
-    with isolated(root, device), torch.enable_grad(), watching(capture), projections:
+    with isolated(root), torch.enable_grad(), watching(capture), projections:
         root(*args, **kwargs)
     return reader.seen
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.monitors.foreign.summary import missing_series
+from mmqk.monitors.foreign.output import missing_series
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same

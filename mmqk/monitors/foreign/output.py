@@ -1,29 +1,32 @@
-"""What `attach` prints and writes: the line after the first probe, warnings, alarms and the run folder."""
+"""What `attach` prints and writes: the line after the first probe, warnings, the numbers of a run, and its alarms."""
 
 from __future__ import annotations
 
 import statistics
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mmqk.monitors.foreign.layers import Layers
-from mmqk.monitors.foreign.measurement import SiteRecord
+from mmqk.monitors.foreign.measurement import CallRecord
+from mmqk.monitors.formulas.reduce import over_layers
 from mmqk.store import Alarm, AlarmRules, append_alarms
 from mmqk.store.alarms import truncate_alarms
 from mmqk.store.errors import UserError
 from mmqk.store.files import write_json
 from mmqk.store.folder import STATUS_NAME
 from mmqk.store.formatting import percent, plain
-from mmqk.store.metrics import MetricsWriter, last_metrics, parse_tag
+from mmqk.store.metrics import METRICS_NAME, MetricsWriter, last_metrics, parse_tag
+
+Log = Callable[..., Any]  # called as log({tag: number}, step=int)
 
 
 def summary_parts(
     layers: Layers,
     tokens: Mapping[str, int],
-    records: Sequence[SiteRecord],
+    records: Sequence[CallRecord],
     seconds: float,
     step_seconds: Sequence[float],
     every_n_steps: int,
@@ -115,11 +118,11 @@ def warn_of_mass(values: Mapping[str, float], step: int, warned: set[str]) -> No
         worst = max(masses, key=masses.__getitem__, default="")
         if worst and masses[worst] > NOTABLE_MASS and statistic not in warned:
             warned.add(statistic)
-            warnings.warn(f"mmqk: at step {step} {text.format(percent(masses[worst], 3), worst)}", stacklevel=4)
+            warnings.warn(f"mmqk: at step {step} {text.format(percent(masses[worst], 3), worst)}", stacklevel=5)
 
 
-def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
-    if not layers.total and any(record.is_call for record in records):
+def _layers_part(layers: Layers, records: Sequence[CallRecord]) -> str:
+    if not layers.total and records:
         return "attention measured in no layer"
     if not layers.total:
         return (
@@ -133,7 +136,7 @@ def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
     return text
 
 
-def _notes(records: Sequence[SiteRecord]) -> list[str]:
+def _notes(records: Sequence[CallRecord]) -> list[str]:
     """Return a note for each reason why calls or their weights were not measured, and one for cross-attention."""
     paths: dict[str, list[str]] = {}
     for record in records:
@@ -150,79 +153,69 @@ def _notes(records: Sequence[SiteRecord]) -> list[str]:
     ]
 
 
-class WatchFolder:
-    """Writes ``metrics.jsonl`` and ``status.json``; a resumed run removes lines and alarms after the step it resumes
-    from.
+class Output:
+    """Writes, logs and checks the numbers of a watch; only the first rank calls it.
 
     Args:
-        path: the folder, created if missing.
-        started: step that the run resumes from; 0 for a new run.
-
-    Raises:
-        UserError: the folder has steps of another run, or cannot be written.
+        path: the folder of ``metrics.jsonl``, ``alarms.jsonl`` and ``status.json``; or None.
+        log: called as ``log({tag: number}, step=int)`` with the numbers and their reductions over layers; or None.
+        rules: the rules of docs/alarms.md, with the length of the run and of its warm-up.
+        on_alarm: called with each alarm; or None. The first alarm of each kind is also printed.
     """
 
-    def __init__(self, path: Path, started: int):
-        file = path / "metrics.jsonl"
+    def __init__(self, path: Path | None, log: Log | None, rules: AlarmRules, on_alarm: Callable[[Alarm], Any] | None):
+        self.path, self.log, self.rules, self.on_alarm = path, log, rules, on_alarm
+        self._writer: MetricsWriter | None = None
+        self._printed: set[tuple[str, str, str | None]] = set()  # kinds of alarms
+        self._warned: set[str] = set()  # statistics of `warn_of_mass`
+
+    def start(self, resumed: int) -> None:
+        """Open the folder, which is created if missing, before the first step.
+
+        A resumed run removes the lines and alarms after the step ``resumed``; it is 0 for a new run.
+
+        Raises:
+            UserError: the folder has steps of another run, or cannot be written.
+        """
+        if self.path is None:
+            return
+        file = self.path / METRICS_NAME
         last = last_metrics(file).get("step")
-        if last is not None and not started:
+        if last is not None and not resumed:
             raise UserError(
                 f"{file} has a run up to step {last}: give another folder, or set watch.steps to the step that this "
                 "run resumes from"
             )
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             self._writer = MetricsWriter(file)
         except OSError as error:
-            raise UserError(f"{path} cannot be written ({error}): give another folder") from error
-        self.path = path
-        self._writer.truncate_after(started)
-        truncate_alarms(path, started)
-        self._status("running", started)
+            raise UserError(f"{self.path} cannot be written ({error}): give another folder") from error
+        self._writer.truncate_after(resumed)
+        truncate_alarms(self.path, resumed)
+        self._status("running", resumed)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line of metrics, and write the step to ``status.json``."""
-        self._writer.write(step, values)
-        self._writer.flush()
-        self._status("running", step)
-
-    def close(self, step: int, status: str) -> None:
-        """Close the metrics file and write the final status."""
-        self._writer.close()
-        self._status(status, step)
-
-    def _status(self, status: str, step: int) -> None:
-        write_json(self.path / STATUS_NAME, {"status": status, "step": step})
-
-
-@dataclass
-class LiveAlarms:
-    """Applies the rules of docs/alarms.md to the numbers of a watch; prints each kind of alarm once.
-
-    Args:
-        rules: the rules, with the length of the run and of its warm-up.
-        on_alarm: called with each alarm; or None.
-        folder: the run folder, which gets ``alarms.jsonl``; or None.
-    """
-
-    rules: AlarmRules
-    on_alarm: Callable[[Alarm], Any] | None = None
-    folder: Path | None = None
-    _printed: set[tuple[str, str, str | None]] = field(default_factory=set)
-
-    def update(self, step: int, values: Mapping[str, float], site: str | None) -> None:
-        """Add the numbers of a step; called on the first rank alone.
+    def write(self, step: int, values: Mapping[str, float], is_present: bool, site: str | None) -> None:
+        """Write the numbers of a step by tag, and check them for alarms.
 
         Args:
             step: optimizer step.
-            values: all numbers of the step, by tag.
+            values: all numbers of the step.
+            is_present: whether this is the present step, whose numbers are logged, and not an earlier one.
             site: the first place with a value that is not finite, if it was looked for.
         """
+        warn_of_mass(values, step, self._warned)
+        if self._writer is not None:
+            self._writer.write(step, values)
+            self._writer.flush()
+            self._status("running", step)
+        if self.log is not None and is_present:
+            self.log({**values, **over_layers(values)}, step=step)
         for alarm in self.rules.update(step, values):
             if alarm.name == "non_finite" and site:
                 alarm = replace(alarm, sentence=f"{alarm.sentence}; the first is {site}")
-            if self.folder is not None:
-                append_alarms(self.folder, [alarm])
+            if self._writer is not None and self.path is not None:
+                append_alarms(self.path, [alarm])
             parsed = parse_tag(alarm.tag)
             kind = (alarm.name, parsed.statistic, parsed.modality)
             if kind not in self._printed:
@@ -230,3 +223,13 @@ class LiveAlarms:
                 print(f"mmqk: alarm at {alarm.line()}", flush=True)
             if self.on_alarm is not None:
                 self.on_alarm(alarm)
+
+    def close(self, step: int, status: str) -> None:
+        """Close the metrics file and write the final status."""
+        if self._writer is not None:
+            self._writer.close()
+            self._status(status, step)
+
+    def _status(self, status: str, step: int) -> None:
+        assert self.path is not None
+        write_json(self.path / STATUS_NAME, {"status": status, "step": step})
