@@ -24,7 +24,7 @@ from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.output import Log, Output, missing_series, restored_note, summary_parts, warn_of_absent
 from mmqk.monitors.foreign.probe import Prober
 from mmqk.monitors.foreign.sides import Sides, check_sides
-from mmqk.monitors.foreign.updates import Losses, Optimizers, Updates
+from mmqk.monitors.foreign.steps import Losses, Optimizers, Updates
 from mmqk.monitors.modalities import Modality, modalities_of
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
@@ -88,10 +88,8 @@ def attach(
     Raises:
         UserError: an invalid range or name, or a count below its minimum.
     """
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model is {model!r}: pass the nn.Module that the training loop calls")
-    if every_n_steps < 0 or every_n_steps != int(every_n_steps):
-        raise UserError(f"every_n_steps is {every_n_steps}: give a whole number of steps, or 0 for no probes")
+    if every_n_steps < 0:
+        raise UserError(f"every_n_steps is {every_n_steps}: give a number of steps, or 0 for no probes")
     if sequences < 1:
         raise UserError(f"sequences is {sequences}: a probe needs at least 1")
     modalities = modalities_of(model, modality, names)
@@ -167,8 +165,8 @@ class Watch:
         if not self._tried:
             self._step_times.append(time.perf_counter())
         is_due = self._due(previous, self.steps)
-        measured = self.updates.values() if self.updates is not None else {}
-        values = measured if is_due else {}
+        values = self.updates.values() if self.updates is not None else {}
+        values = values if is_due else {}
         self.losses.end_step(self.steps, loss, self.prober.device)
         call = None
         try:

@@ -92,13 +92,11 @@ def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Moda
     """Return the name of the input and the modalities of each declared side, by the name of the side.
 
     Raises:
-        UserError: a name is not a valid tag or is the name of a modality, or a value is not the name of an input.
+        UserError: a name is not a valid tag or is the name of a modality.
     """
     checked: dict[str, tuple[str, Modalities | None]] = {}
     for name, value in sides.items():
         source, modality = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-        if not isinstance(source, str):
-            raise UserError(f"sides: {name} is {value!r}: give the name of an input of the model, or (name, modality)")
         if name in names:
             raise UserError(f"sides: '{name}' is already the name of a modality: rename the side")
         check_name("sides", name)

@@ -74,7 +74,6 @@ class UpdateMonitor:
         }
         self.matrices[model.head.weight] = "head_grad_over_v"
         self.matrices[model.embed.weight] = "embed_grad_over_v"  # replaces the name of a tied head
-        self._in_window = False  # whether this step is part of the window
         self._probe_due = False
         self._before: dict[Tensor, tuple[Tensor, float]] = {}
         self._sizes: dict[str, Tensor] = {}
@@ -86,13 +85,12 @@ class UpdateMonitor:
         c = self.config
         if c.budget_every_n_steps and self.window is None and (step - 1) % c.budget_every_n_steps == 0:
             self.window = BudgetWindow(self.model, self.trained)
-        self._in_window = self.window is not None
         self._probe_due = probe_is_due(c, step, self.max_steps)
 
     @property
     def attributing(self) -> bool:
         """Whether this step needs `before_backward`."""
-        return self._in_window and bool(self.trained)
+        return self.window is not None and bool(self.trained)
 
     def before_backward(self, parts_M: Tensor) -> None:
         """Compute the gradients by modality, without freeing the graph. Call this before the backward pass.
@@ -165,10 +163,9 @@ class UpdateMonitor:
 
     def after_step(self) -> dict[str, float]:
         """Return the numbers by tag of the window that ends with this step; empty if none ends."""
-        if self.window is None or not self._in_window:
+        if self.window is None:
             return {}
         self.window.settle()
-        self._in_window = False
         return self.close() if self.window.steps == self.config.budget_steps else {}
 
     def close(self) -> dict[str, float]:

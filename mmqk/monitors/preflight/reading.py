@@ -253,11 +253,9 @@ def read_calls(
         args, kwargs, inputs = first_call(model, args, kwargs, ROWS)
     except UncuttableError:
         args, kwargs, inputs = first_call(model, args, kwargs, sys.maxsize)
-    ids = find_ids(inputs)
-    if ids is None and modalities is None:
-        raise NotMeasured("the inputs have no token ids")
-    modality_BT = torch.zeros_like(ids[1]) if modalities is None and ids else modalities.of(inputs)  # type: ignore[union-attr]
-    source = None if ids is None or (modalities and modalities.function) else frozenset({ids[0]})
+    ids, modalities = find_ids(inputs), modalities or Modalities({})
+    modality_BT = modalities.of(inputs)
+    source = None if ids is None or modalities.function else frozenset({ids[0]})
     main = Side("", ("text",), source, None, modality_BT.to(device_of(root)), padding_mask(inputs, source))
     origins = Origins(inputs, root)
     projections = Projections(origins, rms or {})
