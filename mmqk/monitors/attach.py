@@ -29,7 +29,7 @@ from mmqk.monitors.modalities import Modality, modalities_of
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call of the model
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
 
 # The first probe runs at this step at the latest: early enough to report a user error soon, late enough to time the
 # steps before it.
@@ -238,7 +238,7 @@ class Watch:
 
     # The probe
 
-    def _values(self, call: Call | None, is_copy: bool) -> dict[str, float]:
+    def _values(self, call: Arguments | None, is_copy: bool) -> dict[str, float]:
         """Return the numbers of a probe of the last call; empty if its batch is empty or no copy on any rank."""
         if call is not None:
             self._last_call.check(*call)
@@ -265,7 +265,7 @@ class Watch:
             self._summarized = True
         return values
 
-    def _write(self, values: dict[str, float], call: Call | None) -> None:
+    def _write(self, values: dict[str, float], call: Arguments | None) -> None:
         """Write and log the numbers of this step and the losses since the last call, and check them for alarms."""
         lines = self.losses.lines()
         if values:
@@ -277,7 +277,7 @@ class Watch:
         for step, line in lines.items() if rank() == 0 else ():
             self.output.write(step, line, step == self.steps, site)
 
-    def _bad_site(self, call: Call | None) -> str | None:
+    def _bad_site(self, call: Arguments | None) -> str | None:
         """Return the first place that is not finite, on the first rank that has one: a gradient, which the update
         wrote into the weights, or else a weight, or the output of a module; None with FSDP."""
         if any(isinstance(p, DTensor) for p in self.model.parameters()) or any(
@@ -303,7 +303,7 @@ class Watch:
             flush=True,
         )
 
-    def _attention_note(self, call: Call) -> str:
+    def _attention_note(self, call: Arguments) -> str:
         """Return a note of the QK-Norm, scale and cap of the attention calls; empty if they cannot be read, or with
         several ranks."""
         from mmqk.monitors.preflight.reading import fingerprint, read_calls
@@ -325,7 +325,7 @@ class Watch:
             torch.get_device_module(self.prober.device).synchronize(self.prober.device)
         return time.perf_counter()
 
-    def _print_summary(self, seconds: float, values: dict[str, float], call: Call) -> None:
+    def _print_summary(self, seconds: float, values: dict[str, float], call: Arguments) -> None:
         assert self.prober.tokens_M is not None and self.layers
         tokens_M = summed(self.prober.tokens_M)
         if rank() == 0:

@@ -294,7 +294,7 @@ class Collector:
         weights: Callable[[int], tuple[Tensor, Tensor | None]],
         n_heads: int,
         pairs: Pairs,
-        kinds: Mapping[str, Tensor],
+        leaks: Mapping[str, Tensor],
     ) -> None:
         """Add the statistics of the weights of a call with a bias, a score_mod, a finite additive mask or a leak.
 
@@ -303,14 +303,14 @@ class Collector:
             weights: returns the weights of one head's keys (B, T, S), and that of its sink (B, T) or None.
             n_heads: number of heads.
             pairs: visible pairs of query and key.
-            kinds: for each kind of keys that no query should attend to, its keys, bool (B, T, S). Their mass is
+            leaks: for each kind of keys that no query should attend to, its keys, bool (B, T, S). Their mass is
                 ``attn_mass_KIND``, over all rows. If ``hidden`` is among them, keys that are not visible can have
                 weight: they are part of the entropy, of the entropy of the masses as one more block, and of the rank.
         """
         hidden_BTS, T = ~pairs.visible_BTS, pairs.visible_BTS.shape[1]
         empty_BT1 = hidden_BTS.all(-1, keepdim=True)
         counted_MBT = pairs.token_MBT & (pairs.visible_BTS.sum(-1) >= FEWEST_KEYS)
-        of_kinds = {kind: Sums(*self.count_M.new_zeros(2, len(self.names))) for kind in kinds}
+        of_leaks = {kind: Sums(*self.count_M.new_zeros(2, len(self.names))) for kind in leaks}
         other_key_BS1 = 1 - pairs.key_BMS.sum(1)[..., None]
         sums_FM: list[Tensor] = []
         ranks_1B: list[Tensor] = []
@@ -321,9 +321,9 @@ class Collector:
             visible_BTS = weight_BTS.masked_fill(hidden_BTS, 0.0)
             mass_BMT, others_BT1 = pairs.key_BMS @ visible_BTS.mT, visible_BTS @ other_key_BS1
             masked_BT = weight_BTS.masked_fill(~hidden_BTS, 0.0).sum(-1)
-            for kind, keys_BTS in kinds.items():
+            for kind, keys_BTS in leaks.items():
                 mass_BT = weight_BTS.masked_fill(~keys_BTS, 0.0).sum(-1)
-                of_kinds[kind] += sums(mass_BT, pairs.token_MBT & ~empty_BT1[..., 0])
+                of_leaks[kind] += sums(mass_BT, pairs.token_MBT & ~empty_BT1[..., 0])
             sink_BT = torch.zeros_like(masked_BT) if sink_BT is None else sink_BT
             blocks = [*mass_BMT.unbind(1), others_BT1[..., 0], masked_BT, sink_BT]
             entropy_BT = torch.special.entr(weight_BTS).sum(-1) + torch.special.entr(sink_BT)
@@ -333,11 +333,11 @@ class Collector:
             sums_FM.append(torch.where(counted_MBT, torch.stack(values)[:, None], 0.0).sum((2, 3)))
             weight_BTS = weight_BTS.masked_fill(empty_BT1, 0.0)
             weight_BTS = weight_BTS / weight_BTS.amax((1, 2), keepdim=True)  # a sink can leave them all near 0
-            ranks_1B.append(participation(weight_BTS[None], [(slice(0, T), T)] if "hidden" in kinds else pairs.reach))
+            ranks_1B.append(participation(weight_BTS[None], [(slice(0, T), T)] if "hidden" in leaks else pairs.reach))
         sum_FM = torch.stack(sums_FM).sum(0)
         count_FM = (counted_MBT.sum((1, 2)).float() * n_heads).expand_as(sum_FM)
         self._rows(layer, None, Sums(count_FM, sum_FM), pairs.count_MM, weights=True)
-        for kind, masses in of_kinds.items():
+        for kind, masses in of_leaks.items():
             self._statistics.add_means(self._tags(f"attn_mass_{kind}", layer), masses)
         if has_sink:
             self._statistics.add_means(self._tags("sink_mass", layer), Sums(count_FM[-1].clone(), sum_FM[-1]))

@@ -270,7 +270,7 @@ class UncuttableError(Exception):
     """Raised for a batch whose images cannot be assigned to its sequences; the message gives the reason."""
 
 
-def first_call(
+def copied_first_rows(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """Return copies of a call's arguments with at most the first ``rows`` sequences, and all of them by name; see

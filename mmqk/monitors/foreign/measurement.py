@@ -28,7 +28,7 @@ from mmqk.monitors.formulas.reduce import Pairs
 
 # Keys that no query should attend to, as in ``attn_mass_padding``: those that a finite additive mask hides, padding,
 # and the tokens of other packed documents.
-KINDS = ("hidden", "padding", "documents")
+LEAKS = ("hidden", "padding", "documents")
 _LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
 # Largest accepted difference between the weights that a call returned and the softmax of its logits.
 _WEIGHT_TOLERANCE = 0.02
@@ -152,8 +152,8 @@ class Measurement:
 
     def _attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> None:
         record, side, q_side = CallRecord(path, self._place(path)), self.main, None
-        read: tuple[Call, Pairs] | None = None
-        kinds, has_kinds = dict[str, Tensor](), [False] * len(KINDS)
+        pairs: Pairs | None = None
+        leaks: dict[str, Tensor] = {}
         self.records.append(record)
         try:
             q_side, k_side = self._sides_of(call, origins)
@@ -168,23 +168,20 @@ class Measurement:
                 side, call = self._crossed[key][0], padded_call(call)
             pairs = self._pairs_of(call, side)
             record.no_weights = call.no_weights or self._wrong_weights(call, pairs)
-            read, kinds = (call, pairs), self._kinds(call, pairs, side)
-            has_kinds = [kind in kinds and (kind == "hidden" or bool(kinds[kind].any())) for kind in KINDS]
+            leaks = self._leaks(call, pairs, side)
         except NotMeasured as reason:
             record.not_measured, record.other_tokens = str(reason), isinstance(reason, OtherTokens)
             if q_side is None and record.other_tokens:
                 return  # other ranks may not make this call, such as that of an image encoder without images
-        flags = [read is not None and read[0].score_mod is not None, *has_kinds]
-        pairs_here = None if read is None else read[1]
-        counts, (has_score_mod, *has_kinds) = self._merge_over_ranks(record, pairs_here, flags, len(side.names) ** 2)
-        if read is not None and record.not_measured is None:
-            call, pairs = read
+        flags = [isinstance(call, Call) and call.score_mod is not None, *(kind in leaks for kind in LEAKS)]
+        counts, (has_score_mod, *has_leaks) = self._merge_over_ranks(record, pairs, flags, len(side.names) ** 2)
+        if isinstance(call, Call) and pairs is not None and record.not_measured is None:
             # Set the merged counts here: a rank that reuses the pairs of an earlier layer would skip the collective
             # call that computes them.
             vars(pairs)["counts_everywhere"] = counts
             none_BTS = torch.zeros_like(pairs.visible_BTS)
-            kinds = {kind: kinds.get(kind, none_BTS) for kind, has in zip(KINDS, has_kinds, strict=True) if has}
-            self._measure(record, call, side, pairs, has_score_mod, kinds)
+            leaks = {kind: leaks.get(kind, none_BTS) for kind, has in zip(LEAKS, has_leaks, strict=True) if has}
+            self._measure(record, call, side, pairs, has_score_mod, leaks)
             if side is self.main:
                 self.main_calls.append(len(self.records))
 
@@ -241,20 +238,20 @@ class Measurement:
         side.pairs.append(Pairs(modality_BT, visible_BTS, len(side.names), q.shape[1]))
         return side.pairs[-1]
 
-    def _kinds(self, call: Call, pairs: Pairs, side: Side) -> dict[str, Tensor]:
-        """Return the keys of each of the `KINDS` that can have weight, bool (B, T, S)."""
-        valid_BT, kinds = side.tokens[1], dict[str, Tensor]()
+    def _leaks(self, call: Call, pairs: Pairs, side: Side) -> dict[str, Tensor]:
+        """Return the keys of each of the `LEAKS` that can have weight, bool (B, T, S), without those that have none."""
+        valid_BT, leaks = side.tokens[1], dict[str, Tensor]()
         reachable_BTS = pairs.visible_BTS
         if call.masked is not None:
             hidden_BTS = call.masked.any(1).expand_as(reachable_BTS) & valid_BT[:, :, None]
-            kinds["hidden"], reachable_BTS = ~pairs.visible_BTS, reachable_BTS | hidden_BTS
-        kinds["padding"] = reachable_BTS & ~valid_BT[:, None]
+            leaks["hidden"], reachable_BTS = ~pairs.visible_BTS, reachable_BTS | hidden_BTS
+        leaks["padding"] = reachable_BTS & ~valid_BT[:, None]
         if side.document_BT is not None:
-            kinds["documents"] = reachable_BTS & ~same_document(side.document_BT) & valid_BT[:, None]
-        return kinds
+            leaks["documents"] = reachable_BTS & ~same_document(side.document_BT) & valid_BT[:, None]
+        return {kind: keys_BTS for kind, keys_BTS in leaks.items() if kind == "hidden" or keys_BTS.any()}
 
     def _measure(
-        self, record: CallRecord, call: Call, side: Side, pairs: Pairs, has_score_mod: bool, kinds: dict[str, Tensor]
+        self, record: CallRecord, call: Call, side: Side, pairs: Pairs, has_score_mod: bool, leaks: dict[str, Tensor]
     ) -> None:
         layer, q, k = record.place, call.q_BHTK, call.expanded(call.k_BGSK)
         before = self._before_call.pop(self._layer_of(record.path), {}) if side is self.main else {}
@@ -269,11 +266,11 @@ class Measurement:
         for site, tensor in (("q", q), ("k", k), ("v", call.v_BGSK)):
             collector.norms(site, layer, tensor)
         has_weights = record.no_weights is None
-        softmax = has_weights and not has_score_mod and not kinds
+        softmax = has_weights and not has_score_mod and not leaks
         sink_H = call.sink_H if softmax else None
         collector.attention(layer, q, k, call.scale, pairs, call.softcap, softmax, sink_H)
         if has_weights and not softmax:
-            collector.weights(layer, call.weights, q.shape[1], pairs, kinds)
+            collector.weights(layer, call.weights, q.shape[1], pairs, leaks)
 
     def _wrong_weights(self, call: Call, pairs: Pairs) -> str | None:
         """Return a reason if the weights that the call returned are not the softmax of its logits; else None."""

@@ -22,8 +22,8 @@ from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import (
     Inputs,
     batch_size,
+    copied_first_rows,
     find_ids,
-    first_call,
     first_rows,
     named_inputs,
     named_tensors,
@@ -98,7 +98,7 @@ class Prober:
         for name, p in root.named_parameters():
             if kind := kind_of(p):
                 return f"the weight {clean(name)}, which is {kind}"
-        args, kwargs, inputs = first_call(self.model, args, kwargs, self.sequences)
+        args, kwargs, inputs = copied_first_rows(self.model, args, kwargs, self.sequences)
         modality_BT = self.modalities.of(inputs)
         found: list[str] = []
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import UncuttableError, find_ids, first_call, padding_mask
+from mmqk.monitors.foreign.inputs import UncuttableError, copied_first_rows, find_ids, padding_mask
 from mmqk.monitors.foreign.isolate import device_of, isolated, unwrapped
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.sides import Side
@@ -250,9 +250,9 @@ def read_calls(
     """
     root = unwrapped(model)
     try:
-        args, kwargs, inputs = first_call(model, args, kwargs, ROWS)
+        args, kwargs, inputs = copied_first_rows(model, args, kwargs, ROWS)
     except UncuttableError:
-        args, kwargs, inputs = first_call(model, args, kwargs, sys.maxsize)
+        args, kwargs, inputs = copied_first_rows(model, args, kwargs, sys.maxsize)
     ids, modalities = find_ids(inputs), modalities or Modalities({})
     modality_BT = modalities.of(inputs)
     source = None if ids is None or modalities.function else frozenset({ids[0]})
