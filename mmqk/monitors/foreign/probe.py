@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mmqk.distributed import ProbeError, agreed, failed_here, rank, world_size
 from mmqk.monitors.adapters import Adapter
@@ -214,7 +213,7 @@ class Prober:
         if self.modalities.ranges is not None:
             return self.modalities.of(inputs), sources
         origins = Origins(inputs, bools=True)
-        with Tracing(origins):
+        with origins:
             modality_BT = self.modalities.of(inputs)
         origin = origins.of(modality_BT)
         if origin is not None and origin.inputs and origin.inputs not in sources:
@@ -253,19 +252,6 @@ class Prober:
         # Chameleon's forward replaces the logits of image ids by the smallest number of the dtype.
         if not (logits_BTV == torch.finfo(logits_BTV.dtype).min).any():
             measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
-
-
-class Tracing(TorchFunctionMode):
-    """Traces the origins of every torch function inside the context."""
-
-    def __init__(self, origins: Origins):
-        super().__init__()
-        self.origins = origins
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.origins.trace(getattr(func, "__name__", ""), args, kwargs, out)
-        return out
 
 
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.foreign.calls import MASKED, Call, NotMeasured, set_mask
@@ -61,8 +62,8 @@ class Origin(NamedTuple):
 NO_INPUTS = Origin(frozenset())
 
 
-class Origins:
-    """The origins of the tensors of one forward pass.
+class Origins(TorchFunctionMode):
+    """The origins of the tensors of one forward pass. As a context, it traces every torch function inside.
 
     Args:
         inputs: the model's inputs by name.
@@ -71,6 +72,7 @@ class Origins:
     """
 
     def __init__(self, inputs: Inputs, constants: nn.Module | None = None, bools: bool = False):
+        super().__init__()
         self.bools = bools
         self._of = WeakTensorKeyDictionary()
         for buffer in constants.buffers() if constants is not None else ():
@@ -93,6 +95,11 @@ class Origins:
         for x in tensors_in(value) if origin is not None else ():
             self._of[x] = origin
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.trace(getattr(func, "__name__", ""), args, kwargs, out)
+        return out
+
     def trace(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         """Set the origin of ``out``, which the torch function of this name returned."""
         if name == "__setitem__":
@@ -103,10 +110,8 @@ class Origins:
         arguments = [*tensors_in(args), *tensors_in(kwargs)]
         if name == "where" and len(arguments) == 3:
             arguments = arguments[1:]
-        if outputs[0].dtype == torch.bool and not self.bools:
-            origin: Origin | None = NO_INPUTS
-        else:
-            origin = self._combined(name, arguments, outputs[0])
+        is_mask = outputs[0].dtype == torch.bool and not self.bools
+        origin = NO_INPUTS if is_mask else self._combined(name, arguments, outputs[0])
         if origin is None:
             return
         for x in outputs:
@@ -122,18 +127,15 @@ class Origins:
         origins = [(x, self.of(x)) for x in arguments]
         with_inputs = [(x, origin) for x, origin in origins if origin is not None and origin.inputs]
         if not with_inputs:
-            untraced = any(origin is None for _, origin in origins)
-            return None if untraced else NO_INPUTS
+            return None if any(origin is None for _, origin in origins) else NO_INPUTS
+        latest = max(origin.call for _, origin in with_inputs)
         if name in _ROWS_OF_FIRST:
-            inputs = with_inputs[0][1].inputs
-            return Origin(inputs, max(origin.call for _, origin in with_inputs))
+            return Origin(with_inputs[0][1].inputs, latest)
         # A tensor that is broadcast to the output's shape does not determine the origin of the positions.
-        full = [origin for x, origin in with_inputs if x.shape == out.shape]
-        full = full or [origin for _, origin in with_inputs]
+        full = [origin for x, origin in with_inputs if x.shape == out.shape] or [origin for _, origin in with_inputs]
         inputs = frozenset().union(*(origin.inputs for origin in full))
-        calls = [origin.call for origin in full]
         # x + attention(x) is still the residual stream, so an addition keeps the earlier call.
-        return Origin(inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs))
+        return Origin(inputs, min(origin.call for origin in full) if name in ADDITIONS else latest)
 
 
 _MERGES = {"reshape", "view", "flatten", "_unsafe_view", "contiguous"}

@@ -1,7 +1,7 @@
 """Measures the optimizer's updates of mmqk's own model, from inside a step of its training module.
 
 `UpdateMonitor` measures the radial budget of W_q and W_k over a window of steps (`BudgetWindow`), and at the step of a
-probe the sizes of gradients and updates and the gradients relative to Adam's v. Neither changes training.
+probe the sizes of gradients and updates and the gradients relative to Adam's v. It does not change training.
 
 Shapes: M modalities.
 """
