@@ -170,7 +170,7 @@ def _end_with_parent() -> None:
 # A run on a cluster -------------------------------------------------------------------------------------------------
 
 REQUEUE_SECONDS = 120.0  # within which a cluster requeues a job that it preempts
-POLL_SECONDS = 0.5
+CHILD_POLL_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 _PREEMPTED = (128 + signal.SIGTERM, -signal.SIGTERM)  # the second: before the run handles signals
 TIME_LIMITS = 1000  # how often a job of SLURM may reach its time limit
@@ -202,7 +202,7 @@ class Child:
         while (code := self._process.poll()) is None:
             # A KeyboardInterrupt is a request to stop: the run writes a checkpoint and ends by itself.
             try:
-                time.sleep(POLL_SECONDS)
+                time.sleep(CHILD_POLL_SECONDS)
             except KeyboardInterrupt:
                 self._process.send_signal(signal.SIGINT)
         if code in _PREEMPTED:  # a job that ended by itself would not enter the queue again

@@ -92,12 +92,10 @@ class Session:
 
     def outcomes(self, trained: Mapping[Task, TaskOutcome] | None = None) -> dict[Task, TaskOutcome]:
         """Return the outcome of every run of this part; ``trained`` holds the outcomes from the pool."""
-        trained = trained or {}
-        outcomes = {task: trained.get(task) or standing(task) for task in self.tasks}
-        outcomes |= {task: outcome for task, outcome in trained.items() if task not in outcomes}
-        status = {True: "waiting", False: "never"}
-        waiting = {task: TaskOutcome(status[w.possible], reason=w.reason) for task, w in self.waiting.items()}
-        return outcomes | waiting
+        outcomes = {task: standing(task) for task in self.tasks} | dict(trained or {})
+        for task, wait in self.waiting.items():
+            outcomes[task] = TaskOutcome("waiting" if wait.possible else "never", reason=wait.reason)
+        return outcomes
 
     def remarks(self) -> Iterator[str]:
         """Yield a sentence for each selected learning rate that is the smallest or largest one tried."""
