@@ -90,30 +90,15 @@ def test_a_damaged_line_of_a_run_is_named(tmp_path):
     assert run.look().reason == ""
 
 
-DAMAGE = {
-    "run.json": ("[1]", '{"identity":[1]}'),
-    "status.json": ("3", '{"status":"running","step":null,"reason":3}'),
-    "metrics.jsonl": (
-        '{"step":"x","loss":1}', '{"step":1e400,"loss/text":1}', '{"step":[1],"x":1}',
-        "[" * 100_000,
-    ),
-    "alarms.jsonl": (
-        '{"name":"spike","step":1,"tag":"a//b/c/d","value":1,"threshold":1,"sentence":"odd"}',
-        '{"name":"spike","step":1e400,"tag":"loss","value":1,"threshold":1,"sentence":"odd"}', "[" * 100_000,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, all_ in DAMAGE.items() for text in all_],
-                         ids=lambda x: x[:40])  # fmt: skip
-def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, name, text):
+@pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl", "alarms.jsonl"])
+def test_a_file_that_was_cut_is_passed_over(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "400")  # wide enough for the path in the message
     write_run(tmp_path / "r", "completed", alarms=[GROWTH])
     path = tmp_path / "r" / name
-    # The text is appended to a .jsonl file; it replaces the content of a .json file.
-    path.write_text((path.read_text() if name.endswith("l") else "") + text + "\n")
+    whole = path.read_text()
+    path.write_text(f"{whole}{whole[:20]}\n" if name.endswith("l") else whole[:10])
     said = shown(capsys, "--once", tmp_path / "r")
-    assert "4.60" in said and "step 30: growth" in said and ("odd" in said) == ("a//b/c/d" in text)
+    assert "4.60" in said and "step 30: growth" in said
     assert (f"damaged: {path} cannot be read (" in said) == name.endswith(".json")
 
 
