@@ -28,7 +28,7 @@ from mmqk.data.mixture import kind_of
 from mmqk.data.order import STREAMS, TrainingOrder, sequence_numbers
 from mmqk.data.sequences import Row
 from mmqk.data.shards.samples import ReasonCounts, printable
-from mmqk.data.stream import Account, Cursor, Lane, LaneRows
+from mmqk.data.stream import Account, Cursor, Lane, LaneRows, Skips
 from mmqk.distributed import gathered, summed
 from mmqk.store import UserError
 
@@ -154,20 +154,16 @@ Cursors = dict[tuple[str, int], Cursor]  # by kind and lane
 
 
 @dataclass
-class Part:
+class Part(Skips):
     """Rows of one micro-batch from one worker, with the state after them.
 
     Attributes:
         rows: each row by its number in the batch of the step.
         cursors: the lanes that were used.
-        skipped, unread, files: see `Account`.
     """
 
     rows: dict[int, Row] = field(default_factory=dict)
     cursors: Cursors = field(default_factory=dict)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-    unread: ReasonCounts = field(default_factory=ReasonCounts)
-    files: int = 0
 
 
 class StreamedParts(IterableDataset):
@@ -206,6 +202,8 @@ class StreamedParts(IterableDataset):
             UserError: too many samples or shards cannot be used.
         """
         part, order = Part(), self.batches.order
+        for account in self.accounts.values():
+            account.skips = part
         for place in places:
             index = step * self.batches.batch_size + self.batches.ahead + place
             slot = order.mixture.draw(index).slot
@@ -221,11 +219,6 @@ class StreamedParts(IterableDataset):
             lane = self.lanes[kind, place]
             part.rows[place] = self.rows[kind].row(lane, slot)
             part.cursors[kind, place] = lane.cursor
-        for account in self.accounts.values():
-            skipped, unread, files = account.take()
-            part.skipped += skipped
-            part.unread.take(unread)
-            part.files += files
         return part
 
 

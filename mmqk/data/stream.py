@@ -14,7 +14,7 @@ So a lane is the same for any number of ranks and loader workers, and its positi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -61,35 +61,41 @@ class Cursor(NamedTuple):
     part: int = 0
 
 
-class Account:
-    """Counts what a process tried and what it could not use.
+@dataclass
+class Skips:
+    """What could not be used.
 
     Attributes:
-        events: (name, reason) of each sample or shard that was skipped since the last `take`.
-        unread: files that belong to no document, since the last `take`.
+        skipped: (name, reason) of each sample or shard.
+        unread: files that belong to no document.
+        files: number of all files that were read.
+    """
+
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    unread: ReasonCounts = field(default_factory=ReasonCounts)
+    files: int = 0
+
+
+class Account:
+    """Counts what a process tried of one kind of documents, and what it could not use.
+
+    Attributes:
+        skips: receives what could not be used.
     """
 
     def __init__(self, kind: str = "pair") -> None:
-        self.kind = kind
-        self.events: list[tuple[str, str]] = []
-        self.unread, self.files = ReasonCounts(), 0
+        self.kind, self.skips = kind, Skips()
         self.tried = {"samples": 0, "shards": 0}
         self.bad = {"samples": 0, "shards": 0}
-
-    def take(self) -> tuple[list[tuple[str, str]], ReasonCounts, int]:
-        """Return and forget the events and the counts of files."""
-        taken = self.events, self.unread, self.files
-        self.events, self.unread, self.files = [], ReasonCounts(), 0
-        return taken
 
     def sample(self, shard: str, sample: Sample) -> None:
         """Count the files of a sample that was tried."""
         self.tried["samples"] += 1
-        self.files += len(sample.fields) + len(sample.unread)
+        self.skips.files += len(sample.fields) + len(sample.unread)
         for name in sample.unread:
-            self.unread.add(IGNORED, f"{shard}: {name}")
+            self.skips.unread.add(IGNORED, f"{shard}: {name}")
         if self.kind != "text":
-            count_unread(self.unread, self.kind, f"{shard}: {sample.key}", sample.fields)
+            count_unread(self.skips.unread, self.kind, f"{shard}: {sample.key}", sample.fields)
 
     def skip(self, what: str, name: str, reason: str) -> None:
         """Record that one of the ``what`` (samples or shards) cannot be used.
@@ -97,7 +103,7 @@ class Account:
         Raises:
             UserError: too many cannot be used.
         """
-        self.events.append((name, reason))
+        self.skips.skipped.append((name, reason))
         self.bad[what] += 1
         tried, bad = self.tried[what], self.bad[what]
         if bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried:

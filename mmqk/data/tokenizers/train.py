@@ -76,11 +76,14 @@ def main(argv: list[str] | None = None) -> int:
     """Train the tokenizers and write them to `--out`."""
     args = parser().parse_args(argv)
     wanted = [args.only] if args.only else ["text", "image"]
-    _check(args, wanted)
+    config = _image_config(args)
+    _check(args, wanted, config)
     selection = selection_of(args)
     source, documents = Source(args.shards, selection), Documents(args.text, selection)
     # Read the images first: images that cannot be used must be an error before the text tokenizer is trained.
-    images = _images(source, args) if "image" in wanted else None
+    images = None
+    if "image" in wanted:
+        images, config = _images(source, args, config)
     if "text" in wanted:
         both = " and ".join(name for name in (source.name, documents.name) if name)
         print(f"text: training {args.text_size} entries on {both}", flush=True)
@@ -89,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"text: the texts give {text.size} entries, not {args.text_size}: the vocabulary has {text.size}")
         _write(args.out / TEXT_FILE, text.to_json().encode())
     if images is not None:
-        image = train_image(images, args)
+        image = train_image(images, config, args)
         _write(args.out / IMAGE_FILE, image.to_bytes())
     return 0
 
@@ -111,7 +114,7 @@ def train_text(source: Source, documents: Documents, size: int) -> TextTokenizer
     return TextTokenizer.train([*(captions * max(1, round(ratio))), *(texts * max(1, repeats))], size)
 
 
-def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
+def train_image(images: Images, config: ImageTokenizerConfig, args: argparse.Namespace) -> ImageTokenizer:
     """Train the image tokenizer with the settings of the command line.
 
     Raises:
@@ -123,8 +126,11 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
 
     from mmqk.data.tokenizers.train_image import train_image_tokenizer
 
-    config, training = _image_config(args), _training_config(args)
-    _quiet()
+    # Hide log lines on hardware, advertisements, and warnings that `_images` prints in its own words. Errors are
+    # still shown.
+    for name in ("lightning.pytorch", "vector_quantize_pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|logging interval).*")
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
@@ -135,7 +141,7 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
             train,
             val,
             config,
-            training,
+            _training_config(args, config),
             accelerator="auto",
             devices=1,
             logger=TensorBoardLogger(args.log_dir, name=None),
@@ -146,34 +152,35 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
         torch.set_num_threads(threads)
 
 
-def _images(source: Source, args: argparse.Namespace) -> Images:
-    """Return the images of both splits, and lower `--codes` to the number of vectors of the training images.
+def _images(
+    source: Source, args: argparse.Namespace, config: ImageTokenizerConfig
+) -> tuple[Images, ImageTokenizerConfig]:
+    """Return the images of both splits, and the configuration with at most as many codes as there are training vectors.
 
     Raises:
         UserError: the shards are missing or damaged.
     """
-    config = _image_config(args)
     images = source.images(config.image_size)
     train, val = images.train_BCHW, images.val_BCHW
     if source.folder is None and args.val_fraction is None and source.val_fraction > SHARE:
         print(f"image: {small_set_sentence(source.val_fraction)}", flush=True)
     if images.summary:
         print(f"image: {images.summary}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True)
-    n = config.grid**2
-    if config.codes > len(train) * n:
-        args.codes = len(train) * n
+    most = len(train) * config.grid**2
+    if config.codes > most:
         print(
             f"image: {len(train):,} training images of {config.grid}x{config.grid} codes cannot fill more codes:"
-            f" the codebook has {args.codes:,}, not {config.codes:,}",
+            f" the codebook has {most:,}, not {config.codes:,}",
             flush=True,
         )
-    return images
+        with flags_named():
+            config = replace(config, codes=most)
+    return images, config
 
 
-def _check(args: argparse.Namespace, wanted: list[str]) -> None:
+def _check(args: argparse.Namespace, wanted: list[str], config: ImageTokenizerConfig) -> None:
     if args.threads < 1:
         raise UserError(f"--threads is {args.threads}: give 1 or more.")
-    _image_config(args)
     for kind in wanted:
         path = args.out / {"text": TEXT_FILE, "image": IMAGE_FILE}[kind]
         if path.exists() and not args.overwrite:
@@ -182,7 +189,7 @@ def _check(args: argparse.Namespace, wanted: list[str]) -> None:
         from mmqk.data.tokenizers.train_image import quantizer_class
 
         quantizer_class()
-        _training_config(args)
+        _training_config(args, config)
     with writing(args.out, "give another --out."):
         args.out.mkdir(parents=True, exist_ok=True)
         if not os.access(args.out, os.W_OK):
@@ -198,25 +205,16 @@ def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
         raise UserError(f"The image tokenizer cannot have this shape: {str(error).rstrip('.')}.") from error
 
 
-def _training_config(args: argparse.Namespace) -> VQTrainingConfig:
+def _training_config(args: argparse.Namespace, config: ImageTokenizerConfig) -> VQTrainingConfig:
     from mmqk.data.tokenizers.train_image import VQTrainingConfig
 
     # A code describes a square of the image. Random shifts of up to half the side of a square move each outline to
     # every position within its square.
-    shift = _image_config(args).stride // 2
     with flags_named():
-        return VQTrainingConfig(steps=args.steps, batch_size=args.batch_size, shift=shift, seed=args.seed)
+        return VQTrainingConfig(args.steps, args.batch_size, shift=config.stride // 2, seed=args.seed)
 
 
 def _write(path: Path, content: bytes) -> None:
     with writing(path, "give another --out."):
         write_atomic(path, content)
     print(f"wrote {path} ({len(content) / 1e6:.2f} MB)", flush=True)
-
-
-def _quiet() -> None:
-    # Hide log lines on hardware, advertisements, and warnings that `_images` prints in its own words. Errors are
-    # still shown.
-    for name in ("lightning.pytorch", "vector_quantize_pytorch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|logging interval).*")

@@ -141,7 +141,7 @@ def test_a_sample_that_cannot_be_used_is_skipped_also_by_a_resume(tmp_path):
         lane.advance()
         cursors.append(lane.cursor)
     assert sorted(keys) == [k for k in range(80) if k not in (5, 17, 60)]
-    events = lane.account.take()[0]
+    events = lane.account.skips.skipped
     assert sorted(name.split()[1] for name, _ in events) == ["17", "5", "60"] and {r for _, r in events} == {"bad"}
     for at in (0, 20, 40, 75):
         resumed = open_lanes(shards, 1, [cursors[at]], encode=encode)[0]
@@ -167,7 +167,7 @@ def test_a_broken_shard_is_skipped_and_named(tmp_path, damage):
     got = sum(k // 100 == 2 for k in keys)
     # Whole windows before the damage are used.
     assert got % stream.WINDOW == 0 and (got > 0) == (damage in ("cut", "garbage"))
-    (event,) = {event for lane in opened for event in lane.account.take()[0]}
+    (event,) = {event for lane in opened for event in lane.account.skips.skipped}
     assert broken.name in event[0] and event[1]
 
 
@@ -197,7 +197,7 @@ def test_files_of_no_sample_are_counted_once(tmp_path):
         for _ in range(documents):
             lane.document()
             lane.advance()
-        _, unread, of_all = lane.account.take()
+        unread, of_all = lane.account.skips.unread, lane.account.skips.files
         counted, files = counted + unread.total, files + of_all
         lane = open_lanes([str(path)], 1, [lane.cursor])[0]
     assert (counted, files) == (82, len(members))
