@@ -13,6 +13,7 @@ from typing import Any
 from braceexpand import braceexpand
 
 from mmqk.store import UserError, check_local, check_regular
+from mmqk.store.errors import reason_of
 
 TIMEOUT = 30  # seconds without a byte
 REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
@@ -86,12 +87,6 @@ def filesystem(url: str) -> Any:
 def base_name(name: str) -> str:
     """Return the file name of a shard."""
     return name.partition("?")[0].rpartition("/")[2] if is_remote(name) else os.path.basename(name)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return an error of an engine in a few words."""
-    text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
-    return re.sub(r"^shard \S+ ", "it ", text).partition(": copy or download")[0][:200]
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:

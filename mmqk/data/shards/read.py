@@ -13,6 +13,7 @@ import io
 import json
 import lzma
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmqk.data.shards.names import base_name, filesystem, is_remote, reason_of
+from mmqk.data.shards.names import base_name, filesystem, is_remote
 from mmqk.data.shards.samples import LINE, LONGEST_LINE
 from mmqk.data.shards.tar import REWRITE, Forward, index_tar, members
 from mmqk.store import UserError
+from mmqk.store.errors import reason_of
 
 
 def read_samples(path: Path, kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -226,6 +228,8 @@ def samples_of(
             ranges = ranges and "range requests" not in str(error)
             final = isinstance(error, (FileNotFoundError, PermissionError)) or not is_remote(name)
             if final or failures == TRIES:
+                if isinstance(error, UserError):  # names the shard and what to do, as the caller does
+                    raise ShardError(re.sub(r"^shard \S+ ", "it ", str(error)).partition(f": {REWRITE}")[0]) from None
                 raise ShardError(reason_of(error)) from None
             time.sleep(PAUSE * 2**failures)
 
