@@ -210,10 +210,9 @@ class Watch:
         return is_first or self._overdue or step // every > previous // every
 
     def probe(self, **inputs: Any) -> Statistics:
-        """Return the probe of a forward pass with these inputs, merged over ranks. The probe is not written
-        or logged.
+        """Return the statistics of a probe with these inputs, merged over ranks; they are not written or logged.
 
-        `Statistics.flat` converts it to ``{tag: number}``.
+        `Statistics.flat` converts them to ``{tag: number}``.
         """
         self.prober.autocast = self._last_call.autocast
         return self.prober.probe(*copied((), inputs, unwrapped(self.model)))

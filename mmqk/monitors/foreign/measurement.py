@@ -306,7 +306,7 @@ class Measurement:
 
     # After the forward pass
 
-    def output(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
+    def output_softmax(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
         """Add the statistics of the output softmax, with the vocabulary sorted into one block for each modality."""
         V, names, modalities = logits_BTV.shape[-1], self.main.names, self.main.modalities
         assert modalities is not None

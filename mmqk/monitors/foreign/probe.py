@@ -183,7 +183,7 @@ class Prober:
     ) -> Statistics:
         """Return the statistics of the forward pass, merged over ranks, and store its layers, records and tokens."""
         measurement.residual_stream(capture.stream)
-        self._output(measurement, output, inputs, capture.root, capture.origins)
+        self._output_softmax(measurement, capture, output, inputs)
         if self.matrices:
             records = [measurement.records[number - 1] for number in measurement.main_calls]
             add_matrices(measurement.main.collector.statistics, capture.root, [(r.place, r.path) for r in records])
@@ -236,7 +236,7 @@ class Prober:
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
         return Measurement(main, others, self.adapter, collective)
 
-    def _output(self, measurement: Measurement, output: Any, inputs: Inputs, root: nn.Module, origins: Origins) -> None:
+    def _output_softmax(self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs) -> None:
         """Add statistics of the output softmax if the model returns logits and the target ids are known.
 
         The targets are the next tokens, so a model in which every token sees all others has none.
@@ -246,12 +246,12 @@ class Prober:
         if agreed(measurement.device, measurement.main.sees_all)[0]:
             return
         least = max((part.stop for parts in self.modalities.ranges.values() for part in parts), default=0)
-        logits_BTV = find_logits(output, measurement.modality_BT.shape, least, root)
-        if logits_BTV is None or not measurement.may_be_main(origins.of(logits_BTV)):
+        logits_BTV = find_logits(output, measurement.modality_BT.shape, least, capture.root)
+        if logits_BTV is None or not measurement.may_be_main(capture.origins.of(logits_BTV)):
             return
         # Chameleon's forward replaces the logits of image ids by the smallest number of the dtype.
         if not (logits_BTV == torch.finfo(logits_BTV.dtype).min).any():
-            measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
+            measurement.output_softmax(logits_BTV, next_tokens_of(output, inputs, measurement.valid_BT))
 
 
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
@@ -276,7 +276,7 @@ def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> 
     return None
 
 
-def targets_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
+def next_tokens_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
     """Return (B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
     target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
     if type(output).__module__.partition(".")[0] == "transformers":

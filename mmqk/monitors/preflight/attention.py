@@ -129,20 +129,13 @@ def more_padding(context: Context, sides: tuple[int, int], advice: str) -> Findi
 # Attention
 
 
-def calls_of(context: Context) -> list[SeenCall]:
-    """Return the attention calls of the batch."""
-    if "calls" not in context.cache:
-        context.cache["calls"] = read_calls(context.model, *context.call, context.modalities)
-    return context.cache["calls"]
-
-
 def _read(context: Context) -> list[tuple[SeenCall, Call, nn.Module]]:
     """Return the calls that were read, with their modules.
 
     Raises:
         NotChecked: there is none.
     """
-    read = [(s, s.call, context.root.get_submodule(s.path)) for s in calls_of(context) if s.call is not None]
+    read = [(s, s.call, context.root.get_submodule(s.path)) for s in context.attention_calls if s.call is not None]
     if not read:
         raise NotChecked("no attention call over the tokens was read")
     return read
@@ -276,8 +269,8 @@ def sinks(context: Context) -> Finding:
 
 def tokens(context: Context) -> Finding:
     """Which calls are not attention over the tokens, and which could not be read."""
-    others = [seen for seen in calls_of(context) if seen.other_tokens]
-    unread = [seen for seen in calls_of(context) if seen.reason and not seen.other_tokens]
+    others = [seen for seen in context.attention_calls if seen.other_tokens]
+    unread = [seen for seen in context.attention_calls if seen.reason and not seen.other_tokens]
     text = f"{len(_read(context))} calls attend over the tokens"
     if others:
         text += f", {len(others)} over others ({others[0].path}: {others[0].reason})"

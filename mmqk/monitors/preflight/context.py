@@ -20,6 +20,7 @@ from mmqk.monitors.foreign.inputs import by_name, find_ids, named_inputs, named_
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.probe import find_logits
 from mmqk.monitors.modalities import Modality, modalities_of
+from mmqk.monitors.preflight.reading import SeenCall, read_calls
 from mmqk.store.files import as_json
 
 IGNORED = -100  # the label that a loss leaves out
@@ -230,6 +231,11 @@ class Context:
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the model's call."""
         return self.first.args, self.first.kwargs
+
+    @cached_property
+    def attention_calls(self) -> list[SeenCall]:
+        """The attention calls of the batch."""
+        return read_calls(self.model, *self.call, self.modalities)
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
