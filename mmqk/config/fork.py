@@ -12,7 +12,7 @@ from typing import Any
 from mmqk.config.training import OptimConfig
 from mmqk.model.config import ModelConfig
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number, refuse, shortened
-from mmqk.store import UserError, read_run
+from mmqk.store import UserError, read_details
 
 # Fields of `ForkConfig` that change the state at the start of a fork; on the command line they begin with fork_.
 CHANGES = ("skip_batches", "noise", "seed", "new_moments", "skip")
@@ -126,7 +126,7 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     Raises:
         UserError: the checkpoint does not exist, cannot be read, or does not name its run.
     """
-    noted = ((read_run(Path(out)) or {}).get("details") or {}).get("fork") if out else None
+    noted = read_details(Path(out)).get("fork") if out else None
     if isinstance(noted, dict) and noted.get("given") == given:
         return Path(noted["checkpoint"]), Parent(noted["id"], noted["step"], noted["config"])
     from mmqk.checkpoint import load_checkpoint, newest_checkpoint  # imports torch

@@ -103,13 +103,13 @@ def _run_of(folder: Path, words: list[str]) -> RunConfig:
     from mmqk.config import resolve
 
     record = read_run(folder) or {}
-    config = (record.get("details") or {}).get("config") or {}
+    config = record.get("details", {}).get("config", {})
     for section in ("model", "data"):
-        patch = (config.get(section) or {}).get("patch")
+        patch = config.get(section, {}).get("patch")
         if patch and not any(patch in word for word in words):
             again = f"{section}.patch={patch}"
             raise UserError(f"{folder} has {again}, which is code that runs only if you name it too: add {again}.")
     run = resolve(["--config", str(folder / "config.yaml"), f"--out={folder}", *words])
-    if differing := differing_fields(record.get("identity") or {}, run.identity):
+    if differing := differing_fields(record.get("identity", {}), run.identity):
         raise UserError(f"{folder} was trained with another {differing[0]}: restore it, or name another run.")
     return run

@@ -28,7 +28,7 @@ from mmqk.inspection.views import shard_of
 from mmqk.lab import formatting as report
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.patch import named_function
-from mmqk.store import UserError, read_json, read_run
+from mmqk.store import UserError, read_details, read_json
 from mmqk.store.checkpoint_files import checkpoints_in, step_of
 from mmqk.store.formatting import plain, relative, text_table
 
@@ -63,7 +63,7 @@ class Position:
         Raises:
             UserError: the folder is no run, or a fork without this file.
         """
-        details = (read_run(folder) or {}).get("details") or {}
+        details = read_details(folder)
         if "config" not in details:
             raise UserError(f"{folder} is not the folder of a run of mmqk train: name one that has a run.json.")
         size, fork = details["config"]["data"]["batch_size"], details.get("fork")

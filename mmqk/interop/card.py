@@ -47,7 +47,7 @@ def model_card(
         record: run.json of the run; may be empty.
     """
     run = checkpoint.parent.parent
-    run_config = record.get("details", {}).get("config") or {}
+    run_config = record.get("details", {}).get("config", {})
     fields = yaml.safe_dump(without_roots(run_config), sort_keys=False, allow_unicode=True)
     name = f"mmqk run {record['id']}" if "id" in record else run.resolve().name
     sections = [

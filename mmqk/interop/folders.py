@@ -134,7 +134,7 @@ def _to_huggingface(source: Path, out: Path) -> None:
     except DamagedFile as damaged:  # export the weights without the record, as for an imported model
         record = {}
         print(f"The model card has no record of the run, because {damaged}.")
-    data = (record.get("details", {}).get("config") or {}).get("data", {})
+    data = record.get("details", {}).get("config", {}).get("data", {})
     hashes = record.get("identity", {}).get("data", {})
     tokenizer, about = tokenizer_files(data.get("tokenizers"), hashes.get("tokenizers"))
     parameters = sum({w.data_ptr(): w.numel() for w in weights.values()}.values())  # count tied weights once

@@ -21,7 +21,7 @@ from mmqk.data.config import DataConfig
 from mmqk.data.tokens.ids import load_ids
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.transformer import Block
-from mmqk.store import UserError, read_run
+from mmqk.store import UserError, read_details
 from mmqk.training.fork.measure import Change, change_of_function
 from mmqk.training.fork.weights import Carried, carry
 
@@ -50,7 +50,7 @@ def batch_for(config: ModelConfig, source: Path, file: Path | None) -> tuple[Tok
     Raises:
         UserError: the file or the data cannot be read, or an id is not in the vocabulary.
     """
-    stored = ((read_run(source) or {}).get("details") or {}).get("config") or {}
+    stored = read_details(source).get("config")
     if file is None and stored:
         from mmqk.data.datamodule import TokenDataModule  # imports Lightning
 

@@ -48,6 +48,7 @@ from mmqk.store.folder import (
     identity_hash,
     is_locked,
     mark_ended,
+    read_details,
     read_run,
     read_status,
 )

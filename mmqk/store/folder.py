@@ -174,6 +174,12 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     return read_json(folder / RUN_NAME, "restore it from a copy, or give another --out")
 
 
+def read_details(folder: Path) -> dict[str, Any]:
+    """Return the details of the record of a run folder: versions, command, configuration, and the parent of a fork;
+    empty if there is no record."""
+    return (read_run(folder) or {}).get("details", {})
+
+
 class NoRun(UserError):
     """A folder does not exist or has no run."""
 
