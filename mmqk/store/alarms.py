@@ -131,9 +131,8 @@ class Rise(Rule):
         self.window: list[float] = []
         self.medians: list[float] = []
 
-    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
-        """Add a loss; return an alarm if a rise begins."""
-        if step <= self.warmup_steps or not math.isfinite(value):
+    def add(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
+        if step <= self.warmup_steps:
             return None
         self.window = [*self.window, value][-RISE_NOISE - 1 :]
         if len(self.window) < RISE_MEDIAN:

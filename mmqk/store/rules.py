@@ -69,7 +69,12 @@ class Rule:
     on = False
 
     def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
-        """Add a value of the series, and what else the rule reads; return an alarm if one begins."""
+        """Add a value of the series, and what else the rule reads; return an alarm if one begins. A value that is not
+        finite is skipped."""
+        return self.add(step, tag, value, *more) if math.isfinite(value) else None
+
+    def add(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
+        """Add a finite value; return an alarm if one begins."""
         raise NotImplementedError
 
     def begins(self, holds: bool) -> bool:
@@ -152,7 +157,7 @@ class Spike(Rule):
     """Rule: a value is at least 7 standard deviations above the mean of the last 1000 values before it (OLMo 2).
 
     The standard deviation is the sample standard deviation of these 1000 values. The rule needs at least 100 values
-    that are not all equal. Values that are not finite are skipped.
+    that are not all equal.
     """
 
     STATE = ("values", "sum", "squares", "on")
@@ -163,10 +168,7 @@ class Spike(Rule):
         # rounding errors, which would accumulate and which one huge value would make large.
         self.sum = self.squares = 0
 
-    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
-        """Add a value; return an alarm if a spike begins."""
-        if not math.isfinite(value):
-            return None
+    def add(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
         mean, std, count = 0.0, 0.0, len(self.values)
         if count >= SPIKE_FEWEST:
             mean, std = self.moments()
@@ -210,10 +212,7 @@ class SpikeOfMedian(Rule):
     def __init__(self) -> None:
         self.window: list[float] = []
 
-    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
-        """Add a value; return an alarm if a spike begins."""
-        if not math.isfinite(value):
-            return None
+    def add(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
         self.window = [*self.window, value][-MEDIAN_WINDOW:]
         if len(self.window) < MEDIAN_WINDOW:
             return None
@@ -250,10 +249,7 @@ class Stall(Rule):
         self.level: float | None = None
         self.since = 0
 
-    def update(self, step: int, tag: str, value: float, ceiling: float | None = None, *more: Any) -> Alarm | None:
-        """Add a value and its ceiling; return an alarm if a stall begins."""
-        if not math.isfinite(value):
-            return None
+    def add(self, step: int, tag: str, value: float, ceiling: float | None = None, *more: Any) -> Alarm | None:
         self.window = [*self.window, value][-STALL_MEDIAN:]
         if step <= self.warmup_steps or len(self.window) < STALL_MEDIAN:
             return None
@@ -316,9 +312,8 @@ class Growth(Rule):
         self.first: list[float] = []
         self.points: list[list[float]] = []  # step, logarithm of the value
 
-    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
-        """Add a value; return an alarm if growth begins."""
-        if step < self.start or not math.isfinite(value) or value <= 0:
+    def add(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
+        if step < self.start or value <= 0:
             return None
         if self.points and step - self.points[-1][0] < self.span / (4 * GROWTH_PROBES):
             return None  # skip a probe that follows the last point too closely
@@ -375,10 +370,7 @@ class Collapse(Rule):
         self.first: float | None = None
         self.first_rank: float | None = None
 
-    def update(self, step: int, tag: str, value: float, rank: float | None = None, *more: Any) -> Alarm | None:
-        """Add an entropy and the rank of its layer; return an alarm if the entropy falls below the threshold."""
-        if not math.isfinite(value):
-            return None
+    def add(self, step: int, tag: str, value: float, rank: float | None = None, *more: Any) -> Alarm | None:
         if self.first is None:
             self.first, self.first_rank = value, rank
         if not self.begins(value < COLLAPSE_SHARE * self.first):
