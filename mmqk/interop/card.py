@@ -11,6 +11,7 @@ import yaml
 from mmqk.data.config import FOLDER_FIELDS
 from mmqk.data.shards.manifest import load_manifest, manifest_hash
 from mmqk.data.tokenizers.files import SPECIALS
+from mmqk.lab.formatting import markdown_table
 from mmqk.model import ModelConfig
 from mmqk.store import UserError, find_file, read_metrics, relative, without_roots
 from mmqk.store.checkpoint_files import step_of
@@ -90,7 +91,11 @@ def _ids(config: ModelConfig, tokenizer: bool) -> list[str]:
         rows.append([modality, f"{first} to {first + size - 1}"])
         first += size
     special = ", ".join(f"`{name}` {id}" for id, name in enumerate(SPECIALS))
-    return ["## Ids", _table(["modality", "ids"], rows), *([f"Special tokens: {special}."] if tokenizer else [])]
+    return [
+        "## Ids",
+        markdown_table(["modality", "ids"], rows, "---"),
+        *([f"Special tokens: {special}."] if tokenizer else []),
+    ]
 
 
 def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:
@@ -105,7 +110,7 @@ def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:
     ]
     shown = [row for row in rows if any(row[1:])]
     text = f"The last losses that were logged up to step {step:,}, in nats per token."
-    return ["## Losses", text, _table(["", *modalities], shown)] if shown else []
+    return ["## Losses", text, markdown_table(["", *modalities], shown, "---")] if shown else []
 
 
 def _data(data: dict[str, Any], identity: dict[str, Any]) -> list[str]:
@@ -118,7 +123,7 @@ def _data(data: dict[str, Any], identity: dict[str, Any]) -> list[str]:
         folder, hashed = data.get(field) or "", identity.get(field) or ""
         sources = ", ".join(_sources(Path(folder), hashed)) if folder else ""
         rows.append([kind, f"{weight:g}", f"`{relative(folder)}`" if folder else "", hashed, sources])
-    return ["## Data", _table(["kind", "weight", "folder", "hash", "made from"], rows)]
+    return ["## Data", markdown_table(["kind", "weight", "folder", "hash", "made from"], rows, "---")]
 
 
 def _sources(folder: Path, hashed: str) -> list[str]:
@@ -128,8 +133,3 @@ def _sources(folder: Path, hashed: str) -> list[str]:
         return list(load_manifest(folder).about.get("sources") or []) if manifest_hash(folder) == hashed else []
     except (UserError, OSError):
         return []
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
