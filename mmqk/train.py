@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mmqk import store
-from mmqk.store import DamagedFile, RunFolder, UserError
+from mmqk.store import RunFolder, UserError
 from mmqk.store.checkpoint_files import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.formatting import inspect_command
@@ -91,8 +91,8 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
         if resolved is not None and not run.quiet:
             print(describe(resolved), flush=True)
         try:
-            if not folder.config_path.exists():
-                store.write_atomic(folder.config_path, print_yaml(run))
+            if not (config := folder.path / "config.yaml").exists():
+                store.write_atomic(config, print_yaml(run))
             return _fit(run, folder, ranks)
         except (Interrupted, KeyboardInterrupt) as stop:
             return _interrupted(run, stop, folder)
@@ -310,8 +310,6 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
         names = {**((store.read_json(path) or {}).get("names") or {}), **names}
         store.write_json(path, {"counts": shards.counts, "names": names})
         named = f"{path} lists them with the reasons"
-    except DamagedFile as damaged:
-        named = str(damaged)
     except OSError as error:  # do not raise: the run has ended and its metrics are written
         named = f"{path}, which lists them, cannot be written ({error.strerror or error})"
     _say(f"{sum(shards.counts.values())} samples and shards were skipped because they cannot be used: {named}")

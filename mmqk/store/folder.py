@@ -276,11 +276,6 @@ class RunFolder:
         return self.path / METRICS_NAME
 
     @property
-    def config_path(self) -> Path:
-        """``config.yaml``."""
-        return self.path / "config.yaml"
-
-    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints; the first checkpoint creates it."""
         return self.path / "checkpoints"

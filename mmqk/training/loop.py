@@ -220,14 +220,6 @@ class ProgressLine(L.Callback):
 MOST_LINES = {"spike": 5, "spike_median": 5}
 
 
-class AlarmStop(Interrupted):
-    """Raised when an alarm stops the run, after a checkpoint of that step has been written."""
-
-    def __init__(self, alarm: Alarm):
-        super().__init__(signal.SIGINT)
-        self.args = (f"stopped by an alarm at {alarm.line()}",)
-
-
 class Collected(DummyLogger):
     """A logger that keeps all logged values until they are drained."""
 
@@ -351,7 +343,7 @@ class Alarms(L.Callback):
             for name in keep:
                 self._keep(name, trainer.global_step)
         if stop is not None and trainer.global_step < trainer.max_steps:
-            raise AlarmStop(stop)
+            raise Interrupted(signal.SIGINT, f"stopped by an alarm at {stop.line()}")
 
     def _kept(self, name: str) -> bool:
         return any(self.checkpoints.folder.glob(f"alarm_{name}_step*.ckpt"))

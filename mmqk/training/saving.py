@@ -150,10 +150,10 @@ class Checkpoints(L.Callback):
 
 
 class Interrupted(BaseException):
-    """Raised to end the run after a signal."""
+    """Raised to end the run after a signal or an alarm, when a checkpoint of the step has been written."""
 
-    def __init__(self, signum: int):
-        super().__init__(f"{signal.Signals(signum).name} received")
+    def __init__(self, signum: int, why: str = ""):
+        super().__init__(why or f"{signal.Signals(signum).name} received")
         self.signum = signum
 
 
