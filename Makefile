@@ -106,7 +106,7 @@ golden: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m tests.golden
 
 pages: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
-	for pack in reports/examples/*.zip; do $(PYTHON) -m mmqk.report $$pack --out $${pack%.zip} || exit 1; done
+	ls reports/examples/*.zip | sed 's/.zip$$//' | xargs -P 2 -I PACK $(PYTHON) -m mmqk.report PACK.zip --out PACK
 
 # uv installs the lowest version that pyproject.toml allows of each dependency.
 test-oldest:
