@@ -18,8 +18,9 @@ from torchvision.transforms.functional import to_pil_image
 
 from mmqk.data.shards.manifest import load_manifest, manifest_hash
 from mmqk.data.tokenizers import train
-from mmqk.data.tokenizers.files import TRAIN_COMMAND, ImageTokenizerConfig, TextTokenizer, read_config, tokenizers_hash
+from mmqk.data.tokenizers.files import TRAIN_COMMAND, ImageTokenizerConfig, read_config, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokenizers.train_image import psnr
 from mmqk.data.tokenizers.training_data import Documents, Images, Source, add_data_arguments, selection_of
 from mmqk.store import OneSentenceParser, find_file, identity_hash, relative_word, run_main, without_roots, write_folder

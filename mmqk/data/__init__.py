@@ -14,7 +14,7 @@ shards/names               which shards a pattern, a folder or a URL names
 shards/tar, read           the samples of a shard: by offset, or front to back from any sample on
 shards/samples, images     a sample: its texts and images, or the reason why it is dropped
 shards/manifest            which samples are in which split; the shipped shards
-tokenizers/files, image    texts and images to ids, and the joint vocabulary
+tokenizers/text, image     texts and images to ids; files: their two files, and the joint vocabulary
 tokenizers/train           `mmqk data tokenizers`; training_data: what it reads; train_image: the autoencoder's training
 tokens/folder              the folder that stores documents as ids
 tokens/encode              documents to ids, and the documents of a source: a token folder, or small shards, once

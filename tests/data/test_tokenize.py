@@ -26,8 +26,9 @@ from PIL import Image
 
 from mmqk.data.shards import samples as why
 from mmqk.data.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
-from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
+from mmqk.data.tokenizers.files import vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens import encode, tokenize, workers
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import UserError

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmqk.data.shards.manifest import SHARE, small_set_sentence
-from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig, TextTokenizer
+from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.store import OneSentenceParser, UserError, write_atomic
 from mmqk.store.files import writing
 

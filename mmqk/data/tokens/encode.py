@@ -27,7 +27,8 @@ from mmqk.data.mixture import random_stream
 from mmqk.data.shards.images import MAX_PIXELS, Dropped, Fit, load_image
 from mmqk.data.shards.manifest import IMAGE_SIZE, MANIFEST, manifest_hash, read_pairs, read_text
 from mmqk.data.shards.samples import EMPTY_DOCUMENT
-from mmqk.data.tokenizers.files import SPECIALS, TextTokenizer, read_config, tokenizers_hash
+from mmqk.data.tokenizers.files import SPECIALS, read_config, tokenizers_hash
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import (
     SPLITS,
     TokenStore,
