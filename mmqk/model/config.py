@@ -381,8 +381,10 @@ def _refuse_copies(c: ModelConfig) -> None:
             copies.qk_norm and qk.kind == "none",
         "model.per_modality.qk_norm has no gain or bias to separate: model.qk_norm.gain is none.":
             copies.qk_norm and qk.gain == "none" and not qk.bias,
-        "model.separate_first and model.separate_last separate every weight, but model.attn_sink has one logit for all"
-        " modalities: remove one of them.": (c.separate_first or c.separate_last) and c.attn_sink,
         f"model.separate_first {c.separate_first} and model.separate_last {c.separate_last} are more layers than"
         f" model.n_layers {c.n_layers}: lower one of them.": c.separate_first + c.separate_last > c.n_layers,
+    } | {
+        f"model.{name} separates every weight, but model.attn_sink has one logit for all modalities: remove one of"
+        " them.": getattr(c, name) and c.attn_sink
+        for name in ("separate_first", "separate_last")
     })  # fmt: skip
