@@ -339,7 +339,7 @@ def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
 
 
 def _environment() -> dict[str, Any]:
-    packages = ("torch", "torchvision", "lightning", "timm", "tokenizers", "tensorboard", "numpy")
+    packages = ("torch", "torchvision", "lightning", "timm", "webdataset", "tokenizers", "tensorboard", "numpy")
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "machine": {"system": platform.system(), "processor": platform.machine(), "cpus": os.cpu_count()},

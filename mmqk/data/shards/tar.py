@@ -1,8 +1,8 @@
 """Read tars of samples by offset, after one pass over the headers.
 
-Keys and fields are those of webdataset. tarfile reads the headers, because webdataset's reader gives no offsets, does
-not count the files that it skips, and reads a truncated archive without an error. Nothing is extracted: a name such as
-``../x`` is only a key.
+webdataset splits a name into key and field. tarfile reads the headers, because webdataset's reader gives no offsets,
+does not count the files that it skips, and reads a truncated archive without an error. Nothing is extracted: a name
+such as ``../x`` is only a key.
 """
 
 from __future__ import annotations
@@ -124,11 +124,13 @@ def index_tar(path: Path | str) -> TarIndex:
 def members(path: Path | str, file: Forward) -> Iterator[tuple[tarfile.TarInfo, str | None, str]]:
     """Yield each file of a tar with the key and the field of its sample; the key is None for a file of no sample (see
     `index_tar`)."""
+    from webdataset.tariterators import base_plus_ext  # imports torch, which --help does not need
+
     for info in tar_headers(path, file):
-        folder, slash, base = info.name.rpartition("/")
-        key, dot, name = base.partition(".")
-        if info.isreg() and not info.issparse() and key and dot:
-            yield info, f"{folder}{slash}{key}", name.lower()
+        key, name = base_plus_ext(info.name)
+        hidden = not key or key.endswith("/")  # of folder/.name webdataset takes folder/ as the key
+        if info.isreg() and not info.issparse() and not hidden:
+            yield info, key, name.lower()
         elif not info.isdir():
             yield info, None, ""
 
