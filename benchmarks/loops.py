@@ -24,9 +24,9 @@ from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import PositionedLoader
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import AlarmRules
+from mmqk.training.callbacks import FLUSH_EVERY, Alarms, StepLog
 from mmqk.training.device import keep_freed_memory, resolve_device, skip_nvml_check
 from mmqk.training.loggers import RunLogger, StoryLogger
-from mmqk.training.loop import FLUSH_EVERY, Alarms, StepLog
 from mmqk.training.losses import total_loss
 from mmqk.training.module import TrainingModule
 from mmqk.training.optimizers import make_optimizer

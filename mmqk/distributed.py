@@ -1,4 +1,5 @@
-"""Reductions over the ranks of a run. In a run with one process they return their argument."""
+"""Reductions over the ranks of a run, which return their argument in a run with one process; and how the ranks agree on
+a failed probe."""
 
 from __future__ import annotations
 

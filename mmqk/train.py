@@ -148,7 +148,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     resumed_at = None if resume_from is None else step_of(resume_from)
     try:
         with noted_signals() as signals:
-            _attach(trainer, module, run, folder, data, resumed_at, signals)
+            _add_callbacks(trainer, module, run, folder, data, resumed_at, signals)
             if folder is not None:
                 trainer.loggers = [*trainer.loggers, *open_integrations(run, logged)]
                 folder.begin_training()
@@ -188,7 +188,7 @@ def noted_signals() -> Iterator[list[int]]:
         restore()
 
 
-def _attach(
+def _add_callbacks(
     trainer: Any,
     module: Any,
     run: RunConfig,
@@ -199,8 +199,8 @@ def _attach(
 ) -> None:
     """Give Lightning's Trainer the callbacks and loggers of the run."""
     from mmqk.monitors.own.callback import RunMonitor
+    from mmqk.training.callbacks import FLUSH_EVERY, Alarms, ProgressLine, StepLog, Validation
     from mmqk.training.loggers import RunLogger, StoryLogger
-    from mmqk.training.loop import FLUSH_EVERY, Alarms, ProgressLine, StepLog, Validation
     from mmqk.training.saving import Checkpoints, Lifecycle
 
     steps, at_start = run.trainer["max_steps"], {}

@@ -42,7 +42,7 @@ SECTIONS: dict[str, type] = {
 }
 
 # Fields that later versions of mmqk added. A field at its default is not part of a run's identity, so the ids of
-# earlier runs stay valid.
+# earlier runs stay valid. `mmqk.data.config.data_identity` does the same for data.
 NEWER = {
     "model": (
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",
@@ -50,6 +50,7 @@ NEWER = {
     ),
     "monitor": ("at", "matrices", "second_moment", "sharpness"),
     "optim": ("matrices", "update_clip", "adagc", "skip_step", "msign_every", "width_scaling", "base_width"),
+    "loss": ("chunk_size",),
     "alarm": ("stop_diverged",),
 }  # fmt: skip
 
@@ -306,8 +307,6 @@ def _identity_of(given: Given, fork: ForkConfig | None) -> dict[str, Any]:
         identity["model"]["patch_source"] = allow_patch(given.model.patch)
     if given.optim.schedule_steps in (None, given.trainer.max_steps):  # null means max_steps
         del identity["optim"]["schedule_steps"]
-    if given.loss.chunk_size is None:
-        del identity["loss"]["chunk_size"]
     if given.compile:  # fused operations round differently
         identity["compile"] = True
     if not given.alarm.acts:  # alarms that only report do not change the run

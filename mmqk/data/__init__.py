@@ -1,9 +1,10 @@
 """From shards to batches. A run reads its documents from a token folder, from shards, or from the dial:
 
 ```
-shards ── tokenizers ── token folder ─┐
-shards ── tokenizers ── stream ───────┼── order, sequences ── loader ── TokenBatch
-dial ─────────────────────────────────┘
+small shards ── tokenizers ── token folder in data.cache ─┐   data.read=tokens, the default
+token folder of `mmqk data tokenize` ─────────────────────┤
+shards ── tokenizers ── stream ───────────────────────────┼── order, sequences ── loader ── TokenBatch
+dial ─────────────────────────────────────────────────────┘   (stream: data.read=shards)
 ```
 
 ```
@@ -13,10 +14,11 @@ datamodule                 opens the sources of a run, and makes its order and v
 shards/names               which shards a pattern, a folder or a URL names
 shards/tar, read           the samples of a shard: by offset, or front to back from any sample on
 shards/samples, images     a sample: its texts and images, or the reason why it is dropped
-shards/manifest            which samples are in which split; the shipped shards
-tokenizers/text, image     texts and images to ids; files: their two files, and the joint vocabulary
+shards/manifest            which samples are in which split
+shards/shipped             pairs and text of shards with a manifest, such as those of data/
+tokenizers/text, image     texts and images to ids; files: their two files
 tokenizers/train           `mmqk data tokenizers`; training_data: what it reads; train_image: the autoencoder's training
-tokens/folder              the folder that stores documents as ids
+tokens/folder              the folder that stores documents as ids; the joint vocabulary (`Layout`)
 tokens/encode              documents to ids, and the documents of a source: a token folder, or small shards, once
 tokens/tokenize            `mmqk data tokenize`: shards to a token folder; workers: its processes
 tokens/ids                 `mmqk data ids`: arrays of ids of other tokenizers to a token folder

@@ -7,4 +7,6 @@ metrics   the numbers of runs that claims compare
 effects   differences of arms with their intervals; counts: differences of shares
 verdicts  the verdict of each claim
 page      the report
+
+`remedies` reads remedies.yaml; `formatting` writes numbers as text and renders templates.
 """

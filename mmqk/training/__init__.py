@@ -1,4 +1,4 @@
-"""Trains a model: one step, the loop around it, logging, and forks. `mmqk.train` puts the parts together.
+"""Trains a model: one step, the callbacks around it, logging, and forks. `mmqk.train` puts the parts together.
 
 The initial weights, and one optimizer step in the order of the calls:
 
@@ -10,6 +10,11 @@ The initial weights, and one optimizer step in the order of the calls:
 | clipping, and the record of the step    | `module.TrainingModule.configure_gradient_clipping`                    |
 | update, learning rate                   | `optimizers.make_optimizer`, `optimizers.lr_multiplier`                |
 | remedies that change weights            | `module.TrainingModule._after_update` with `guards`                    |
-| log, divergence, validation, alarms     | `loop.StepLog`, `loop.Validation`, `loop.Alarms`                       |
-| checkpoint, status, end after a signal  | `saving.Checkpoints`, `saving.Lifecycle`                               |
+| log, divergence, validation, alarms     | the callbacks `StepLog`, `Validation`, `Alarms` of `callbacks`         |
+| checkpoint, status, end after a signal  | the callbacks `Checkpoints`, `Lifecycle` of `saving`                   |
+| probes                                  | the callback `mmqk.monitors.own.callback.RunMonitor`                   |
+| where the numbers go                    | `loggers.RunLogger`: metrics.jsonl, TensorBoard, W&B, MLflow           |
+
+`ranks` starts the processes of a run, `device` chooses kernels and settings, and `fork` makes the first checkpoint of a
+fork.
 """

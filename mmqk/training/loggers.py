@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk import store
-from mmqk.monitors.formulas import reduce
+from mmqk.monitors.formulas.reduce import over_layers
 from mmqk.store import Alarm, MetricsWriter, UserError, naming, parse_tag, read_alarms
 from mmqk.store.errors import reason_of
 from mmqk.store.metrics import METRICS_NAME
@@ -262,7 +262,7 @@ _TAGS = [tag for charts in PAGES.values() for tag in charts.values()]
 _WHOLE = {statistic for tag in _TAGS if "/" not in tag for statistic in tag.split("|")} | {"lr"}
 
 
-def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
+def chart_values(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the tags of the charts: statistics by layer are reduced over layers, as in ``q_norm/image/max``.
 
     For two modalities these are at most 60 tags; metrics.jsonl has all values.
@@ -272,7 +272,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
         parsed = parse_tag(name)
         if parsed.statistic in _WHOLE and parsed.head is None and parsed.layer is None:
             kept[name] = value
-    return kept | reduce.over_layers(metrics)
+    return kept | over_layers(metrics)
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
@@ -322,7 +322,7 @@ class StoryLogger(TensorBoardLogger):
         assert step is not None
         self._begin(step)
         self._step = max(step, self._step)
-        self._scalars(dict(metrics) if self._layers else over_layers(metrics), step)
+        self._scalars(dict(metrics) if self._layers else chart_values(metrics), step)
 
     @rank_zero_only
     def log_alarms(self, alarms: Sequence[Alarm]) -> None:

@@ -21,7 +21,7 @@ from mmqk.store.checkpoint_files import PARTIAL_SUFFIX, checkpoint_name, checkpo
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
-    from mmqk.training.loop import StepLog
+    from mmqk.training.callbacks import StepLog
     from mmqk.training.module import TrainingModule
 
 

@@ -14,7 +14,8 @@ from mmqk.monitors.formulas.attention import (
     growth_parts,
     logit_growth,
 )
-from mmqk.monitors.formulas.reduce import Pairs, selection, visible_pairs
+from mmqk.monitors.formulas.pairs import Pairs, visible_pairs
+from mmqk.monitors.formulas.reduce import selection
 
 B, H, T, K, M = 2, 3, 24, 4, 2
 

@@ -95,7 +95,7 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     args = [*tiny_args, *HOT, f"--trainer.max_steps={end}", "--monitor.every_n_steps=0"]
     assert main([*args, *acting, f"--out={tmp_path / 'acting'}"]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("mmqk.training.loop.AlarmRules.update", lambda *_: [])
+        patch.setattr("mmqk.training.callbacks.AlarmRules.update", lambda *_: [])
         assert main([*args, f"--out={tmp_path / 'none'}"]) == 0
     assert not read_alarms(tmp_path / "none") and not marks(tmp_path / "none")
     losses = [

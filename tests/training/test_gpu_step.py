@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from mmqk.config import LossConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, transformer
 from mmqk.training import losses as chunked_loss
-from mmqk.training.loop import StepLog
+from mmqk.training.callbacks import StepLog
 from mmqk.training.losses import chunked_losses, modality_losses, total_loss
 from tests.training.toy import BLOCKS, cut, module_of, toy_batch
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from mmqk.config import resolve
 from mmqk.store import Alarm, read_metrics
 from mmqk.train import main
-from mmqk.training.loggers import Integration, RunLogger, over_layers
+from mmqk.training.loggers import Integration, RunLogger, chart_values
 from mmqk.training.saving import Checkpoints
 from tests.training.runs import WHOLE, series
 
@@ -50,14 +50,14 @@ def test_values_are_those_of_metrics_jsonl(whole):
 
 def test_reduction_over_layers():
     values = {f"q_norm/text/layer{i:02d}": float(v) for i, v in enumerate((3, 1, 8))} | {"loss": 2.0}
-    assert over_layers(values) == {"q_norm/text/max": 8.0, "q_norm/text/median": 3.0, "loss": 2.0}
-    assert over_layers({"q_norm/text/layer00/head01": 1.0, "val_log_z/text": 1.0, "odd/a/b/c": 1.0}) == {}
+    assert chart_values(values) == {"q_norm/text/max": 8.0, "q_norm/text/median": 3.0, "loss": 2.0}
+    assert chart_values({"q_norm/text/layer00/head01": 1.0, "val_log_z/text": 1.0, "odd/a/b/c": 1.0}) == {}
     for place in range(3):  # a NaN in any layer gives NaN
         bad = {name: math.nan if i == place else v for i, (name, v) in enumerate(values.items())}
-        shown = over_layers(bad)
+        shown = chart_values(bad)
         assert math.isnan(shown["q_norm/text/max"]) and math.isnan(shown["q_norm/text/median"])
     clip = {f"qk_clip_gamma/layer{i:02d}": v for i, v in enumerate((0.9, 0.4, 1.0))} | {"other/layer00": 1.0}
-    assert over_layers(clip) == {"qk_clip_gamma/min": 0.4}
+    assert chart_values(clip) == {"qk_clip_gamma/min": 0.4}
 
 
 # W&B and MLflow ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmqk.config import LossConfig, MonitorConfig
 from mmqk.monitors.own.callback import RunMonitor
-from mmqk.training.loop import StepLog
+from mmqk.training.callbacks import StepLog
 from tests.training import toy
 from tests.training.test_rows import written_out
 from tests.training.toy import MODEL, cut, fit, module_of, toy_batch

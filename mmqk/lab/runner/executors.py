@@ -42,7 +42,7 @@ TRAIN = "mmqk.train:main"
 # They start no thread and initialize no GPU, because threads and initialized GPUs do not work in a forked process.
 PRELOAD = (
     "mmqk.train", "mmqk.config", "mmqk.data.datamodule", "mmqk.monitors.own.callback",
-    "mmqk.training.saving", "mmqk.training.fork", "mmqk.training.loggers", "mmqk.training.loop",
+    "mmqk.training.saving", "mmqk.training.fork", "mmqk.training.loggers", "mmqk.training.callbacks",
     "mmqk.training.device", "mmqk.training.module", "mmqk.training.ranks",
     "lightning.pytorch.utilities.exceptions", "tensorboard.compat.proto.summary_pb2",
     "tensorboard.summary.writer.event_file_writer",

@@ -1,6 +1,6 @@
-"""Measures any model: what only `mmqk.monitors.attach` and the checks before training use.
+"""Measures any model, for `mmqk.monitors.attach`, the checks before training, and `mmqk diagnose --model`.
 
-A probe passes through these files, in this order:
+`attach.Watch.step` begins a probe, which passes through these files:
 
 1. `inputs`: the model's last call (`LastCall`), its token ids and padding, cut to the first sequences.
 2. `probe`: `Prober` runs the model once more on them; `isolate` restores what this changes.
@@ -8,7 +8,7 @@ A probe passes through these files, in this order:
    `Call`. `trace` follows which inputs a tensor comes from, and attention that a model writes as matmul and softmax.
 4. `measurement`: `Measurement` assigns the call to a sequence of tokens (`sides`), and passes queries and keys to
    `mmqk.monitors.collect.Collector`, which computes the statistics (`mmqk.monitors.formulas`) and their tags.
-5. `layers`: the numbers of the layers in the tags, their residual stream and their matrices.
+5. `layers`: the numbers of the layers in the tags and their matrices; its `Stream` is filled during `capture`.
 
 Apart from probes, `steps` measures losses, gradients and updates. `output` prints and writes the numbers.
 """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmqk.monitors.formulas.reduce import HIDDEN
+from mmqk.monitors.formulas.pairs import HIDDEN
 
 # Values of an additive mask up to this one hide a key; larger values are a bias. It is above the usual -1e4, which
 # bf16 rounds to -9984. Logits can outgrow a value above `HIDDEN`, so the key then gets attention (`Call.masked`).

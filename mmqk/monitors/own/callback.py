@@ -11,7 +11,7 @@ import torch
 from mmqk.config.training import MonitorConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors.formulas.reduce import Pairs
+from mmqk.monitors.formulas.pairs import Pairs
 from mmqk.monitors.own.gradients import gradient_agreement, sharpness
 from mmqk.monitors.own.probe import pairs_by_reach, probe, residual_absorption
 from mmqk.monitors.own.updates import UpdateMonitor, probe_is_due
