@@ -86,8 +86,10 @@ def attach(
         strict: raise the error of a probe that fails; by default the probe is skipped, and a line gives the reason.
 
     Raises:
-        UserError: an invalid range or name, or a count below its minimum.
+        UserError: no module, an invalid range or name, or a count below its minimum.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is {model!r}: pass the nn.Module that the training loop calls")
     if every_n_steps < 0:
         raise UserError(f"every_n_steps is {every_n_steps}: give a number of steps, or 0 for no probes")
     if sequences < 1:

@@ -14,7 +14,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -306,8 +306,9 @@ def truncate_alarms(folder: Path, step: int) -> None:
 def _read(path: Path) -> list[Alarm]:
     alarms = []
     for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # a damaged line
-            alarms.append(Alarm(**with_floats(json.loads(line))))
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # a damaged line
+            record = with_floats(json.loads(line))
+            alarms.append(Alarm(**{f.name: record[f.name] for f in fields(Alarm)}))
     return alarms
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmqk.store.errors import UserError
@@ -160,9 +160,9 @@ def read_status(folder: Path) -> Status | None:
     record = read_json(path, advice)
     if record is None:
         return None
-    if record.get("status") not in STATUSES or record.keys() - asdict(Status("")).keys():
+    if record.get("status") not in STATUSES:
         raise DamagedFile(path, f"it is not the status of a run: {record!r:.60}", advice)
-    return Status(**record)
+    return Status(**{name: record[name] for name in asdict(Status("")) if name in record})
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -189,12 +189,15 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
     its claims, and its runs; None if the folder has none.
 
     Raises:
-        DamagedFile: the file cannot be read, or has no grid or no runs.
+        DamagedFile: the file cannot be read, has no grid or no runs, or lists a run outside ``folder``.
     """
     path, advice = folder / ABLATION_NAME, "restore it from a copy, as it holds the registration of the claims"
     record = read_json(path, advice)
     if record is not None and (missing := {"grid", "runs"} - record.keys()):
         raise DamagedFile(path, f"it has no {min(missing)}", advice)
+    for name in [PurePosixPath(run["folder"]) for run in record["runs"]] if record else []:
+        if name.is_absolute() or ".." in name.parts:
+            raise DamagedFile(path, f"it lists the run {name}, which is not beside it", advice)
     return record
 
 

@@ -13,19 +13,13 @@ from typing import TYPE_CHECKING
 from mmqk.data.shards.manifest import SHARE, small_set_sentence
 from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig
 from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.training_data import Documents, Images, Source, add_data_arguments, flags_named, selection_of
 from mmqk.store import OneSentenceParser, UserError, write_atomic
 from mmqk.store.files import writing
 
 if TYPE_CHECKING:
     from mmqk.data.tokenizers.image import ImageTokenizer
     from mmqk.data.tokenizers.train_image import VQTrainingConfig
-
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-from mmqk.data.tokenizers.training_data import Documents, Images, Source, add_data_arguments, flags_named, selection_of
 
 EPILOG = """\
 The text tokenizer is byte-level BPE. It is trained on captions and documents of the train split, half of the

@@ -6,35 +6,26 @@ Shapes: B images, C channels (RGB), H height, W width.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from mmqk.data.shards.manifest import SHARE
-from mmqk.store import UserError
-
-if TYPE_CHECKING:
-    pass
-
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from mmqk.data.shards.images import MAX_PIXELS, Dropped, Fit, load_image
-from mmqk.data.shards.manifest import MANIFEST, checked_shards, default_share, fractions_of, split_of
+from mmqk.data.shards.manifest import MANIFEST, SHARE, checked_shards, default_share, fractions_of, split_of
 from mmqk.data.shards.names import expand
 from mmqk.data.shards.read import read_samples
 from mmqk.data.shards.samples import LINE, NO_IMAGE, document_of, text_of
 from mmqk.data.shards.tar import TarIndex, index_tar
 from mmqk.model.ranges import BELOW_ONE, check_fields, number
 from mmqk.progress import track
-from mmqk.store import find_file
+from mmqk.store import UserError, find_file
 
 if TYPE_CHECKING:
     from torch import Tensor

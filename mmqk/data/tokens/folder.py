@@ -236,8 +236,15 @@ class TokenStore:
 
     @cached_property
     def image_tokens(self) -> int:
-        """Tokens of an image with its two boundary tokens, equal for all images of a folder of pairs."""
-        return int(np.argmax(self[0] == self.layout.end_image)) + 1
+        """Tokens of an image with its two boundary tokens, equal for all images of a folder of pairs.
+
+        Raises:
+            UserError: the first document does not begin with an image.
+        """
+        first = self[0]
+        if first[0] != self.layout.begin_image or self.layout.end_image not in first:
+            raise UserError("The token folder of pairs has documents that do not begin with an image.")
+        return int(np.argmax(first == self.layout.end_image)) + 1
 
 
 def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, TokenStore]:

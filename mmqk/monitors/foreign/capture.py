@@ -57,7 +57,7 @@ class Capture(TorchFunctionMode):
     Args:
         root: the model.
         rows: number of sequences in the batch, needed to read packed calls, which have no batch axis.
-        measurement: gets each attention call before it runs, the ids of each embedding, and each module after it ran.
+        measurement: gets each attention call after it ran, the ids of each embedding, and each module after it ran.
         origins: origins of the tensors of this forward pass.
 
     Attributes:
