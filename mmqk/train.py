@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mmqk import store
-from mmqk.store import RunFolder, UserError
+from mmqk.store import DamagedFile, RunFolder, UserError
 from mmqk.store.checkpoint_files import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.formatting import inspect_command
@@ -310,8 +310,8 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
         names = {**((store.read_json(path) or {}).get("names") or {}), **names}
         store.write_json(path, {"counts": shards.counts, "names": names})
         named = f"{path} lists them with the reasons"
-    except OSError as error:  # do not raise: the run has ended and its metrics are written
-        named = f"{path}, which lists them, cannot be written ({error.strerror or error})"
+    except (DamagedFile, OSError) as error:  # do not raise: the run has ended and its metrics are written
+        named = f"{path}, which lists them, cannot be written ({error})"
     _say(f"{sum(shards.counts.values())} samples and shards were skipped because they cannot be used: {named}")
 
 

@@ -155,16 +155,17 @@ def one_line(text: object) -> str:
 
 
 def title_of(found: Diagnosis) -> str:
-    """Return the first line: what fired first, or that no rule did, and which series left its range first."""
+    """Return the first line: that no rule fired; else what fired first, and whether a series left its range before."""
     name = one_line(Path(found.source).name)
-    left = "".join(f"; {one_line(d.tag)} left its range at step {d.step:,}" for d in found.departures[:1])
     if not found.found:
         spikes = " but spikes, which a hard batch gives too" if found.alarms else ""
-        return f"{name}: no rule fired{spikes}{left}"
+        return f"{name}: no rule fired{spikes}"
     events = [(f.step, f.name) for f in found.facts] + [(k.step, f"sign of {k.kind}") for k in found.kinds]
     events += [(a.step, f"alarm {a.name}") for a in found.alarms if a.lasting]
     step, what = min(events)
-    return f"{name}: first at step {step:,}: {what}{left}"
+    if found.departures and (left := found.departures[0]).step < step:
+        return f"{name}: first at step {left.step:,}: {one_line(left.tag)} left its range; at step {step:,}: {what}"
+    return f"{name}: first at step {step:,}: {what}"
 
 
 def sections(found: Diagnosis) -> list[Section]:

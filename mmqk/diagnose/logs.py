@@ -132,7 +132,7 @@ def _steps(raw: Raw, step: str | None, source: str, losses: pd.Index, notes: lis
         return numbered
     values = raw.steps if name is None else pd.to_numeric(raw.columns[name], errors="coerce")
     steps = values.reindex(places).astype("float64")  # type: ignore[union-attr]
-    steps[~(steps >= 0)] = np.nan
+    steps[~((steps >= 0) & (steps < 2**53))] = np.nan
     missing = int(steps.reindex(losses).isna().sum())
     if 2 * missing > len(losses):
         notes.append(f"{missing} of {len(losses)} losses have no readable step: the rows are numbered instead.")

@@ -69,8 +69,16 @@ def test_a_rise_of_the_rate_is_named_with_its_rate_of_success(tmp_path, capsys):
     assert set(record["experiment"]["between"]) == {"rate", "data"} and record["experiment"]["what"]
     assert any("saved none" in row["measured"] for row in record["remedies"])
     said = capsys.readouterr().out
-    assert said.startswith("run.csv: first at step 300: sign of rate; loss left its range at step 310\n")
+    assert said.startswith("run.csv: first at step 300: sign of rate\n")
     assert "cause" not in said.lower() and "data:image/png" in page
+
+
+def test_the_title_names_a_series_that_left_its_range_before_a_rule_fired(tmp_path, capsys):
+    base = table()
+    grown = from_step(250, base["grad_norm"], base["grad_norm"] * 20)
+    late = table(grad_norm=grown, lr=from_step(400, base["lr"], base["lr"] * 30))
+    written(tmp_path, late)
+    assert capsys.readouterr().out.startswith("run.csv: first at step 250: grad_norm left its range; at step 400: ")
 
 
 def test_a_loss_alone_that_becomes_nan():

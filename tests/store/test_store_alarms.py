@@ -1,3 +1,4 @@
+import json
 import math
 import random
 
@@ -68,3 +69,23 @@ def test_an_absent_modality_neither_counts_nor_resets():
     gaps = [value for loss in present for value in (loss, None, None)]
     found = first_reason(DivergenceRule(0), {"image": gaps, "text": [5.0] * len(gaps)})
     assert found == (150, "image loss 7.20 was more than 0.1 nat above its initial 7.00 for 50 steps")
+
+
+ABOVE_INITIAL = [7.0] + [7.2] * 200
+ABOVE_BEST = [7.0] + [3.0] * 199 + [3.6] * 100
+
+
+@pytest.mark.parametrize(
+    ("losses", "cut"),
+    [(ABOVE_INITIAL, 1), (ABOVE_INITIAL, 25), (ABOVE_INITIAL, 69), (ABOVE_BEST, 201), (ABOVE_BEST, 224)],
+)
+def test_a_resume_midway_gives_the_same_answer(losses, cut):
+    whole = first_reason(DivergenceRule(20), {"text": losses, "image": [5.0] * len(losses)})
+    rest = {"text": losses[cut:], "image": [5.0] * len(losses[cut:])}
+    first = DivergenceRule(20)
+    assert first_reason(first, {"text": losses[:cut], "image": [5.0] * cut}) is None
+    resumed = DivergenceRule(20)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert first_reason(resumed, rest, start=cut) == whole
+    # The control: a rule without the stored state gives a different result.
+    assert first_reason(DivergenceRule(20), rest, start=cut) != whole

@@ -15,6 +15,7 @@ import pytest
 
 from mmqk.store import (
     RunFolder,
+    Status,
     UserError,
     canonical,
     differing_fields,
@@ -307,5 +308,8 @@ def test_an_unreadable_status_is_refused(tmp_path):
             (run.path / "status.json").write_text(text)
             with pytest.raises(UserError, match=r"status\.json cannot be read \(.+\): remove it"):
                 read_status(run.path)
+        # Other versions of mmqk wrote other keys too.
+        (run.path / "status.json").write_text('{"status": "completed", "step": 3, "reason": "", "lost": ""}')
+        assert read_status(run.path) == Status("completed", 3)
         (run.path / "status.json").unlink()
         assert read_status(run.path) is None
