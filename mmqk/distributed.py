@@ -1,5 +1,5 @@
-"""Reductions over the ranks of a run, which return their argument in a run with one process; and how the ranks agree on
-a failed probe."""
+"""Reductions over the ranks of a run, and how the ranks agree that a probe failed. In a run with one process a
+reduction returns its argument."""
 
 from __future__ import annotations
 

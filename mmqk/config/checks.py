@@ -1,5 +1,5 @@
-"""Combinations of fields of several sections that no run can have. The class of each section refuses those of its own
-fields (`__post_init__`). An error is a sentence that names the fields."""
+"""Refuses combinations of fields of different sections that no run can have. A section's class refuses combinations of
+its own fields (`__post_init__`). An error is a sentence that names the fields."""
 
 from __future__ import annotations
 

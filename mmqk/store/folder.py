@@ -193,9 +193,12 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
     """
     path, advice = folder / ABLATION_NAME, "restore it from a copy, as it holds the registration of the claims"
     record = read_json(path, advice)
-    if record is not None and (missing := {"grid", "runs"} - record.keys()):
+    if record is None:
+        return None
+    if missing := {"grid", "runs"} - record.keys():
         raise DamagedFile(path, f"it has no {min(missing)}", advice)
-    for name in [PurePosixPath(run["folder"]) for run in record["runs"]] if record else []:
+    for run in record["runs"]:
+        name = PurePosixPath(run["folder"])
         if name.is_absolute() or ".." in name.parts:
             raise DamagedFile(path, f"it lists the run {name}, which is not beside it", advice)
     return record

@@ -1,4 +1,4 @@
-"""Pairs and text of shards that a manifest lists, such as those of data/: a sample that cannot be used is an error."""
+"""Reads pairs and texts of shards with a manifest, as in data/. A sample that cannot be used is an error."""
 
 from __future__ import annotations
 
