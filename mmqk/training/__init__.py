@@ -9,7 +9,7 @@ The initial weights, and one optimizer step in the order of the calls:
 | backward pass                           | `module.TrainingModule.backward`                                       |
 | clipping, and the record of the step    | `module.TrainingModule.configure_gradient_clipping`                    |
 | update, learning rate                   | `optimizers.make_optimizer`, `optimizers.lr_multiplier`                |
-| remedies that change weights            | `module.TrainingModule._after_update` with `guards`                    |
+| remedies that change weights            | `module.TrainingModule._after_update`                                  |
 | log, divergence, validation, alarms     | the callbacks `StepLog`, `Validation`, `Alarms` of `callbacks`         |
 | checkpoint, status, end after a signal  | the callbacks `Checkpoints`, `Lifecycle` of `saving`                   |
 | probes                                  | the callback `mmqk.monitors.own.callback.RunMonitor`                   |

@@ -24,7 +24,8 @@ from mmqk.model.transformer import Observer, compile_blocks, evaluation_mode
 from mmqk.monitors.own.bad_site import first_bad_site
 from mmqk.monitors.own.updates import UpdateMonitor
 from mmqk.store import UserError
-from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep, orthogonalize
+from mmqk.training.guards import AdaGC, SkipStep
+from mmqk.training.logits import QKClip, RowLog
 from mmqk.training.losses import (
     LossSums,
     chunked_losses,
@@ -34,7 +35,7 @@ from mmqk.training.losses import (
     modality_sums,
     total_loss,
 )
-from mmqk.training.optimizers import SplitAdamW, lr_multiplier, make_optimizer, scale_initial
+from mmqk.training.optimizers import SplitAdamW, lr_multiplier, make_optimizer, orthogonalize, scale_initial
 from mmqk.training.ranks import shard, whole, whole_model
 
 if TYPE_CHECKING:

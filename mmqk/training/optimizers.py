@@ -1,6 +1,7 @@
 """The optimizer of a run, both conventions of weight decay, and the learning rate schedules.
 
 Besides AdamW: update clipping, fixed norms and Muon for the matrices of the blocks, and moments by modality.
+MSign orthogonalizes the matrices of attention between updates.
 """
 
 from __future__ import annotations
@@ -319,3 +320,23 @@ class SplitAdamW(HeldOptimizer):
         size = second.sqrt().div_((1 - beta2 ** state["step"]) ** 0.5).add_(group["eps"])
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.add_((first / size).sum(0), alpha=-group["lr"] / (1 - beta1 ** state["step"]))
+
+
+@torch.no_grad()
+def orthogonalize(model: EarlyFusionTransformer, skip: Tensor) -> None:
+    """Replace each W of attention by ``U V^T |W| / |U V^T|`` with ``W = U S V^T`` (arXiv 2602.01734, Algorithm 1),
+    unless ``skip`` is true."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and any(part in ("w_q", "w_k", "w_v", "w_o") for part in name.split(".")):
+            module.weight.copy_(torch.where(skip, module.weight, orthogonal(module.weight)))
+
+
+def orthogonal(weight: Tensor) -> Tensor:
+    """Return the orthogonal polar factor, scaled to the Frobenius norm of ``weight``; return a non-finite matrix
+    unchanged."""
+    wide = weight.float()
+    if not wide.isfinite().all():
+        return weight
+    u, _, vt = torch.linalg.svd(wide, full_matrices=False)
+    sign = u @ vt
+    return (sign * (wide.norm() / sign.norm())).to(weight.dtype)

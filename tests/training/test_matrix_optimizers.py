@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mmqk.config import OptimConfig
 from mmqk.model import EarlyFusionTransformer, PerModalityConfig
-from mmqk.training.guards import AdaGC, SkipStep, orthogonal, orthogonalize
-from mmqk.training.optimizers import hidden_matrices, make_optimizer
+from mmqk.training.guards import AdaGC, SkipStep
+from mmqk.training.optimizers import hidden_matrices, make_optimizer, orthogonal, orthogonalize
 from tests.model.small import SMALL
 from tests.peers import Peer
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights

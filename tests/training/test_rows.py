@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 
 from mmqk.model import EarlyFusionTransformer, RowStats
 from mmqk.store import parse_tag
-from mmqk.training.guards import RowLog
+from mmqk.training.logits import RowLog
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 NAMES = ("text", "image")
