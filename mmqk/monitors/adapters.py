@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from mmqk.monitors.foreign.layers import clean
+from mmqk.monitors.modules import clean
 
 SiteName = Literal["attn_in", "q_raw", "k_raw", "attn_out", "mlp_out", "resid", "final"]
 

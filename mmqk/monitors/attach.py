@@ -19,13 +19,14 @@ from mmqk.distributed import agreed, first_of_ranks, rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
-from mmqk.monitors.foreign.isolate import copied, unwrapped
+from mmqk.monitors.foreign.isolate import copied
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.output import Log, Output, missing_series, restored_note, summary_parts, warn_of_absent
 from mmqk.monitors.foreign.probe import Prober
 from mmqk.monitors.foreign.sides import Sides, check_sides
 from mmqk.monitors.foreign.steps import Losses, Optimizers, Updates
 from mmqk.monitors.modalities import Modality, modalities_of
+from mmqk.monitors.modules import unwrapped
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.foreign.inputs import Inputs, find_ids
-from mmqk.monitors.foreign.isolate import unwrapped
+from mmqk.monitors.modules import unwrapped
 from mmqk.store.errors import UserError
 from mmqk.store.metrics import tag
 

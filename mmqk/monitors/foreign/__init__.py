@@ -8,7 +8,7 @@
    `Call`. `trace` follows which inputs a tensor comes from, and attention that a model writes as matmul and softmax.
 4. `measurement`: `Measurement` assigns the call to a sequence of tokens (`sides`), and passes queries and keys to
    `mmqk.monitors.collect.Collector`, which computes the statistics (`mmqk.monitors.formulas`) and their tags.
-5. `layers`: the numbers of the layers in the tags and their matrices; its `Stream` is filled during `capture`.
+5. `layers`: which layers were measured, and their matrices; its `Stream` is filled during `capture`.
 
 Apart from probes, `steps` measures losses, gradients and updates. `output` prints and writes the numbers.
 """

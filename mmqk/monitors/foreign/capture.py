@@ -25,11 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.foreign import calls
 from mmqk.monitors.foreign.calls import Call, NotMeasured
-from mmqk.monitors.foreign.inputs import by_name, tensors_in
+from mmqk.monitors.foreign.inputs import by_name
 from mmqk.monitors.foreign.isolate import replace
-from mmqk.monitors.foreign.layers import Layers, Stream, block_of, clean, layer_numbers
+from mmqk.monitors.foreign.layers import Layers, Stream
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins
+from mmqk.monitors.modules import block_of, clean, layer_numbers, tensors_in
 
 _OPERATORS: dict[str, Callable[..., Call]] = {
     "aten::scaled_dot_product_attention": calls.of_sdpa,

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mmqk.monitors.foreign.calls import MASKED, documents_of_positions
-from mmqk.monitors.foreign.isolate import copied, is_object, unwrapped
+from mmqk.monitors.foreign.isolate import copied, is_object
+from mmqk.monitors.modules import unwrapped
 from mmqk.store.errors import UserError
 
 Inputs = Mapping[str, Any]
@@ -134,15 +135,6 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield name, value
     for key, part in _parts(value).items():
         yield from named_tensors(part, name if isinstance(key, int) else str(key))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
 
 
 def _parts(value: Any) -> dict[Any, Any]:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mmqk.model.transformer import evaluation_mode
+from mmqk.monitors.modules import device_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OF_MODULE = vars(nn.Module()).keys()  # attributes of every module: its mode, parameters, buffers, hooks
@@ -192,23 +193,6 @@ def copied(args: tuple[Any, ...], kwargs: Mapping[str, Any], root: nn.Module) ->
 
     with _CopyingTensors():
         return tree_map(copy_of, (args, dict(kwargs)))
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile, DistributedDataParallel and DataParallel. The wrapper of FSDP1 stays,
-    because it gathers the weights."""
-    while True:
-        inner = vars(module)["_modules"].get("_orig_mod")
-        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = module.module
-        if inner is None:
-            return module
-        module = inner
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device of a module's parameters."""
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Numbers, names, residual stream and weight matrices of the layers of a third-party model."""
+"""The layers of a third-party model: which were measured, their weight matrices and the residual stream."""
 
 from __future__ import annotations
 
@@ -14,33 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.trace import ADDITIONS, SAME_VALUES, Origins
+from mmqk.monitors.modules import block_of, clean, layer_of
 from mmqk.store import UserError
-
-# Parts of module paths that wrappers add.
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
-
-
-def clean(path: str) -> str:
-    """Return a module's path without the parts that wrappers add (torch.compile, Fabric, FSDP, ...)."""
-    return _WRAPPERS.sub("", path).lstrip(".")
-
-
-_FIRST_NUMBER = re.compile(r"(?:(.*?)\.)??(\d+)(?=\.|$)")
-_NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")  # a path up to its last integer
-
-
-def layer_of(path: str) -> tuple[str, int] | None:
-    """Return the path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn;
-    None if the path has no integer."""
-    found = _FIRST_NUMBER.match(path)
-    return None if found is None else (found[1] or "", int(found[2]))
-
-
-def block_of(path: str) -> str:
-    """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the whole path if it has
-    no integer."""
-    found = _NUMBERED.match(path)
-    return path if found is None else found[0]
 
 
 @dataclass(frozen=True)
@@ -64,16 +39,6 @@ class Layers:
     def total(self) -> int:
         """Number of layers with attention, measured or not. A module with several calls counts once."""
         return self.seen + len(self.hidden)
-
-
-def layer_numbers(paths: Sequence[str]) -> list[int]:
-    """Return the layer number of each call: the first integer of its path.
-
-    If a path has no integer, or two paths have the same first integer, all calls are numbered in call order.
-    """
-    layers = [layer_of(path) for path in paths]
-    numbers = [layer[1] for layer in layers if layer is not None]
-    return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
 
 
 def add_matrices(statistics: Statistics, root: nn.Module, calls: Sequence[tuple[int, str]]) -> None:
@@ -230,7 +195,7 @@ class Stream:
 
     def enter(self, path: str, module_input: Tensor | None) -> None:
         """Make the input of a numbered module a single term, before the module runs."""
-        if not _NUMBERED.fullmatch(path):
+        if not path.rpartition(".")[2].isdecimal():
             return
         input_term = None
         if module_input is not None and self.is_stream(module_input):

@@ -21,10 +21,11 @@ from mmqk.distributed import agreed
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens, same_document
-from mmqk.monitors.foreign.layers import Stream, layer_numbers, layer_of
+from mmqk.monitors.foreign.layers import Stream
 from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.pairs import Pairs
+from mmqk.monitors.modules import layer_numbers, layer_of
 
 # Keys that no query should attend to, as in ``attn_mass_padding``: those that a finite additive mask hides, padding,
 # and the tokens of other packed documents.

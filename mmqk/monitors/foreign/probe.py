@@ -28,15 +28,15 @@ from mmqk.monitors.foreign.inputs import (
     named_tensors,
     packed_documents,
     padding_mask,
-    tensors_in,
 )
-from mmqk.monitors.foreign.isolate import copied, device_of, isolated, unwrapped
-from mmqk.monitors.foreign.layers import Layers, add_matrices, clean
+from mmqk.monitors.foreign.isolate import copied, isolated
+from mmqk.monitors.foreign.layers import Layers, add_matrices
 from mmqk.monitors.foreign.measurement import CallRecord, Measurement
 from mmqk.monitors.foreign.sides import Side, sides_of_batch
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.formulas.reduce import kind_of
 from mmqk.monitors.modalities import Modalities
+from mmqk.monitors.modules import clean, device_of, tensors_in, unwrapped
 from mmqk.store.errors import UserError
 
 

@@ -19,11 +19,10 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from mmqk.distributed import summed
-from mmqk.monitors.foreign.isolate import unwrapped
-from mmqk.monitors.foreign.layers import clean, layer_of
 from mmqk.monitors.formulas.reduce import log_z
 from mmqk.monitors.formulas.weights import gradient_over_second_moment
 from mmqk.monitors.modalities import Modalities
+from mmqk.monitors.modules import clean, layer_of, unwrapped
 from mmqk.store import UserError, tag
 
 Optimizers = Optimizer | Sequence[Optimizer]

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.foreign.calls import MASKED, Call, NotMeasured, set_mask
-from mmqk.monitors.foreign.inputs import Inputs, named_tensors, tensors_in
+from mmqk.monitors.foreign.inputs import Inputs, named_tensors
+from mmqk.monitors.modules import tensors_in
 
 # Inputs with these words in their names are not tokens: they describe the tokens of other inputs.
 _DESCRIPTIONS = {"mask", "masks", "position", "positions", "type", "types"}

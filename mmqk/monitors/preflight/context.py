@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.foreign.inputs import by_name, find_ids, named_inputs, named_tensors, padding_mask, valid_tokens
-from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
+from mmqk.monitors.foreign.isolate import copied, isolated
 from mmqk.monitors.foreign.probe import find_logits
 from mmqk.monitors.modalities import Modality, modalities_of
+from mmqk.monitors.modules import unwrapped
 from mmqk.monitors.preflight.reading import SeenCall, read_calls
 from mmqk.store.files import as_json
 

@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import UncuttableError, copied_first_rows, find_ids, padding_mask
-from mmqk.monitors.foreign.isolate import device_of, isolated, unwrapped
+from mmqk.monitors.foreign.isolate import isolated
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.sides import Side
-from mmqk.monitors.foreign.trace import Origins, tensors_in
+from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.modalities import Modalities
+from mmqk.monitors.modules import device_of, tensors_in, unwrapped
 
 _PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}
 ROWS = 2  # sequences of the pass that reads attention
