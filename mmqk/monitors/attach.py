@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmqk.distributed import agreed, first_of_ranks, rank, summed, world_size
+from mmqk.distributed import first_of_ranks, rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
@@ -23,6 +23,7 @@ from mmqk.monitors.foreign.isolate import copied
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.output import Log, Output, missing_series, restored_note, summary_parts, warn_of_absent
 from mmqk.monitors.foreign.probe import Prober
+from mmqk.monitors.foreign.ranks import agreed
 from mmqk.monitors.foreign.sides import Sides, check_sides
 from mmqk.monitors.foreign.steps import Losses, Optimizers, Updates
 from mmqk.monitors.modalities import Modality, modalities_of

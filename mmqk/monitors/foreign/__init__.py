@@ -3,7 +3,8 @@
 `attach.Watch.step` begins a probe, which passes through these files:
 
 1. `inputs`: the model's last call (`LastCall`), its token ids and padding, cut to the first sequences.
-2. `probe`: `Prober` runs the model once more on them; `isolate` restores what this changes.
+2. `probe`: `Prober` runs the model once more on them; `isolate` restores what this changes, and
+   `ranks` tells all ranks if it failed on one.
 3. `capture`: `Capture` gets every torch function of the pass and recognizes attention; `calls` reads its arguments as a
    `Call`. `trace` follows which inputs a tensor comes from, and attention that a model writes as matmul and softmax.
 4. `measurement`: `Measurement` assigns the call to a sequence of tokens (`sides`), and passes queries and keys to

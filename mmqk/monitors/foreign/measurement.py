@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmqk.distributed import agreed
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens, same_document
 from mmqk.monitors.foreign.layers import Stream
+from mmqk.monitors.foreign.ranks import agreed
 from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.pairs import Pairs

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.distributed import ProbeError, agreed, failed_here, rank, world_size
+from mmqk.distributed import rank, world_size
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.capture import Capture, watching
@@ -32,6 +32,7 @@ from mmqk.monitors.foreign.inputs import (
 from mmqk.monitors.foreign.isolate import copied, isolated
 from mmqk.monitors.foreign.layers import Layers, add_matrices
 from mmqk.monitors.foreign.measurement import CallRecord, Measurement
+from mmqk.monitors.foreign.ranks import ProbeError, agreed, failed_here
 from mmqk.monitors.foreign.sides import Side, sides_of_batch
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.formulas.reduce import kind_of

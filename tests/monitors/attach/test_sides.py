@@ -11,6 +11,7 @@ from torch import nn
 from mmqk import distributed
 from mmqk.monitors import attach, collect
 from mmqk.monitors.foreign import probe as foreign_probe
+from mmqk.monitors.foreign import ranks
 from mmqk.monitors.foreign.output import summary_parts
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
@@ -232,9 +233,9 @@ def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch
     watch = attach(model, modality=IMAGE)
     pixels = torch.randn(3, 9, D)
     alone = watch.probe(ids=ids, pixels=pixels).flat()
-    for module in (foreign_probe, distributed):
+    for module in (foreign_probe, ranks, distributed):
         monkeypatch.setattr(module, "world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "summed", lambda flags: agreements.append(flags) or flags)
+    monkeypatch.setattr(ranks, "summed", lambda flags: agreements.append(flags) or flags)
     monkeypatch.setattr(collect.Statistics, "merged", lambda statistics: statistics)
     monkeypatch.setattr(torch.distributed, "all_reduce", sums.append)
     assert watch.probe(ids=ids, pixels=pixels).flat() == alone
