@@ -11,8 +11,8 @@ import pandas as pd
 from mmqk.lab.metrics import METRICS
 from mmqk.lab.metrics.outcomes import final_loss
 from mmqk.lab.runs import EMPTY, Run
+from mmqk.lab.study import Study, load_study
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.study import Study, load_study
 
 _OF_SERIES = {
     "run": "string", "arm": "string", "seed": "int64", "metric": "string", "modality": "string", "layer": "Int64",

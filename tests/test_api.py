@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 import mmqk
+from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import write_demo
 
 PAGE = Path(__file__).parents[1] / "docs/python.md"

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from mmqk.lab.page.ranking import ranking, ranking_csv
-from mmqk.lab.verdicts.study import load_study
+from mmqk.lab.study import load_study
 from mmqk.store.pack import unpacked
 
 ROOT = Path(__file__).parents[1]

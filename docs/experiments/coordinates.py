@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
-from mmqk.lab.verdicts.study import load_study
+from mmqk.lab.study import load_study
 
 FILE = Path(__file__).with_suffix(".csv")
 WIDTHS, STEPS = (32, 64, 128, 256), (1, 10, 100, 1000)

@@ -21,7 +21,7 @@ from functools import reduce
 import numpy as np
 
 from mmqk.lab.metrics.outcomes import failure_step, trained_modalities
-from mmqk.lab.verdicts.study import load_study
+from mmqk.lab.study import load_study
 
 # Statistics of probes and of steps. The function reduces them over layers, or over the steps before a probe.
 PROBED = {

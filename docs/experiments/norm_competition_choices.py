@@ -17,7 +17,7 @@ import numpy as np
 from mmqk.lab.effects import paired_effect, pooled_spread
 from mmqk.lab.metrics import METRICS, find_metric
 from mmqk.lab.metrics.outcomes import is_trained
-from mmqk.lab.verdicts.study import compare, load_study
+from mmqk.lab.study import compare, load_study
 
 CLAIMS = ("gap-low", "gap-high", "gap-edge", "gap-large", "gap-long")
 # Metrics whose effects are ratios.

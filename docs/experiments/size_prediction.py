@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from mmqk.lab.metrics.families import AT_SHARE, BLOCK, first_unstable_lr, fit_quadratic, model_size
-from mmqk.lab.verdicts.study import load_study
+from mmqk.lab.study import load_study
 
 FILE = Path(__file__).with_name("size_prediction.csv")
 FITTED, PREDICTED, PARAMETERS = ("w32", "w48", "w64", "w96"), "w128", 802_816

@@ -2,7 +2,7 @@
 
 grid      a grid file: arms, seeds, claims
 runner    trains its runs
-runs      reads run folders
+runs      reads run folders; study: the runs of a folder with their arms and claims
 metrics   the numbers of runs that claims compare
 effects   differences of arms with their intervals; counts: differences of shares
 verdicts  the verdict of each claim

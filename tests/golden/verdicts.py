@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.study import load_study
 from mmqk.store.pack import unpacked
 
 PACKS = Path(__file__).parents[2] / "reports/examples"

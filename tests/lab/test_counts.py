@@ -10,9 +10,9 @@ from scipy import stats
 from mmqk.lab.counts import Counts, clopper_pearson, fisher
 from mmqk.lab.effects import sign_flip
 from mmqk.lab.page.figures import survival
+from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import benjamini_hochberg, holm, judge
 from mmqk.lab.verdicts.measure import kaplan_meier, log_rank
-from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, study
 

@@ -25,9 +25,9 @@ from mmqk.lab.page.claims import cannot_tell, claim_rows, counts
 from mmqk.lab.page.drawing import Drawing
 from mmqk.lab.page.figures import figures
 from mmqk.lab.page.ranking import Ranking, ranking, ranking_csv, ranking_figure, ranking_table
+from mmqk.lab.study import Study, load_study
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.study import Study, load_study
 from mmqk.store import relative_word, without_roots, write_folder
 from mmqk.store.files import writing
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from matplotlib import colormaps
 from matplotlib.colors import to_hex, to_rgb
 
-from mmqk.lab.verdicts.study import Study
+from mmqk.lab.study import Study
 
 FEW_ARMS, FIRST_ARMS_AT_MOST = 8, 6
 # The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.

@@ -14,10 +14,10 @@ from mmqk.lab.metrics.families import learning_rate
 from mmqk.lab.page.arms import first_arms
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
+from mmqk.lab.study import Study
 from mmqk.lab.verdicts import words
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.measure import measure
-from mmqk.lab.verdicts.study import Study
 from mmqk.store.formatting import percent
 
 BADGES = ("reproduced", "contradicted", "inconclusive", "not run", "shown")

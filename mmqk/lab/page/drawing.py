@@ -23,7 +23,7 @@ from PIL import Image
 
 from mmqk.lab.formatting import TEMPLATES, short
 from mmqk.lab.page.arms import FEW_ARMS, GRAY
-from mmqk.lab.verdicts.study import Study
+from mmqk.lab.study import Study
 
 STEP = "optimizer step"
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (6, 1.5, 1, 1.5), (1, 1))  # by modality

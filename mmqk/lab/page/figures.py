@@ -20,9 +20,9 @@ from mmqk.lab.page.arms import FEW_ARMS, first_arms, later_arms, measured, outco
 from mmqk.lab.page.claims import claim_values
 from mmqk.lab.page.drawing import Figure, Line, Panel
 from mmqk.lab.runs import EMPTY, Run, Series
+from mmqk.lab.study import Study
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.measure import TIME, kaplan_meier, middle, times_to_failure
-from mmqk.lab.verdicts.study import Study
 
 # A line has at most POINTS points. The lines of a figure have at most ALL_POINTS points together, but each of them at
 # least FEWEST. A page with 300 runs is then below 5 MB.

@@ -24,8 +24,8 @@ from mmqk.lab.page.drawing import Figure, Line, Panel
 from mmqk.lab.page.figures import figure_of
 from mmqk.lab.page.tables import once
 from mmqk.lab.runs import Run
+from mmqk.lab.study import Study
 from mmqk.lab.verdicts.measure import middle
-from mmqk.lab.verdicts.study import Study
 from mmqk.store import flatten
 
 SIZE = ("model.d_model", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.d_head", "model.d_ff")

@@ -16,8 +16,8 @@ from mmqk.lab.metrics import METRICS
 from mmqk.lab.metrics.outcomes import best_loss, final_loss, initial_loss, is_trained, learned, unigram_entropy
 from mmqk.lab.metrics.probes import FALLING, GROWING, growth_order
 from mmqk.lab.runs import Run
+from mmqk.lab.study import Study
 from mmqk.lab.verdicts.measure import middle
-from mmqk.lab.verdicts.study import Study
 from mmqk.store import flatten, without_roots
 from mmqk.store.formatting import inspect_command
 

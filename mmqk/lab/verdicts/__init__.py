@@ -1,6 +1,5 @@
 """The verdict of each claim of a grid.
 
-study           the runs of a folder with their arms and claims
 judge           the verdicts: corrected levels, controls, rules
 assess          one claim: its effect, interval and p-value
 measure         the values of its metric by arm and seed

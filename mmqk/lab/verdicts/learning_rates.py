@@ -18,7 +18,7 @@ from mmqk.lab.metrics import METRICS, FamilyMetric, Metric, find_metric, metric_
 from mmqk.lab.metrics.families import learning_rate
 from mmqk.lab.metrics.outcomes import trained_modalities
 from mmqk.lab.runs import Run, once_per_run
-from mmqk.lab.verdicts.study import RATE_METRIC, Study, StudyArm
+from mmqk.lab.study import RATE_METRIC, Study, StudyArm
 from mmqk.store import UserError
 
 # Probability that the test declares two equally good learning rates different, in total over all pairs of learning

@@ -18,7 +18,7 @@ from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, metric_value
 from mmqk.lab.metrics.families import Measured
 from mmqk.lab.metrics.outcomes import failure_step, is_trained
 from mmqk.lab.runs import Run
-from mmqk.lab.verdicts.study import Compared, Group, group
+from mmqk.lab.study import Compared, Group, group
 
 TIME = "time_of_failure"  # the metric that has a log-rank test
 

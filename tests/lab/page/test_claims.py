@@ -6,8 +6,8 @@ import pytest
 
 from mmqk.lab.page.claims import claim_rows
 from mmqk.lab.page.sweeps import learning_rates
+from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import Planted, write_demo
 from tests.lab.page.report_runs import RATES, write_sweep
 

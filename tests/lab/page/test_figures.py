@@ -12,7 +12,7 @@ from mmqk.lab.page.arms import arm_colors, first_arms
 from mmqk.lab.page.drawing import Drawing
 from mmqk.lab.page.figures import ALL_POINTS, FEWEST, binned, by_layer, hero, layer_lines, points_a_line, thinned
 from mmqk.lab.page.sweeps import learning_rates, sweeps
-from mmqk.lab.verdicts.study import load_study
+from mmqk.lab.study import load_study
 from tests.lab.fake_runs import write_demo
 from tests.lab.page.report_runs import RATES, START, WIDTHS, write, write_sweep
 from tests.lab.small_runs import small_run

@@ -17,8 +17,8 @@ from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.page import page_content, report_files, write_report
 from mmqk.lab.page.arms import arm_colors
 from mmqk.lab.page.tables import arm_table, tokens
+from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import Planted, write_demo, write_run
 from tests.lab.page.report_runs import write
 

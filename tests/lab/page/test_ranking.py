@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from mmqk.lab.page.ranking import _effect, ranking, ranking_table
-from mmqk.lab.verdicts.study import load_study
+from mmqk.lab.study import load_study
 from tests.lab.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)

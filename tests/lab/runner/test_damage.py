@@ -8,7 +8,7 @@ import pytest
 
 from mmqk.lab.runner.plan import Plan
 from mmqk.lab.runner.session import write_record
-from mmqk.lab.verdicts.study import load_study
+from mmqk.lab.study import load_study
 from mmqk.store import UserError
 
 GRID = """

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.study import load_study
 from tests.lab.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
 from tests.lab.verdicts.test_claims import BASIC, POSITIVE
 

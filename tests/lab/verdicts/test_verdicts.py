@@ -10,10 +10,10 @@ import pytest
 
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.runs import Run, read_runs
+from mmqk.lab.study import Group, compare, load_study, share_history
 from mmqk.lab.verdicts.checks import within_bound
 from mmqk.lab.verdicts.judge import judge
 from mmqk.lab.verdicts.measure import measure, spread_outcomes
-from mmqk.lab.verdicts.study import Group, compare, load_study, share_history
 from tests.lab import fake_runs
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 
