@@ -43,7 +43,7 @@ from mmqk.lab.grid.arms import (
     read_lr,
     read_yaml,
 )  # fmt: skip
-from mmqk.lab.grid.claims import Names, Report, as_list, check_arms, check_directions, check_report, read_claims
+from mmqk.lab.grid.claims import Claim, Names, Report, as_list, check_arms, check_directions, check_report, read_claims
 from mmqk.model.ranges import MOST_SEED, check_fields, number
 from mmqk.store import UserError, canonical, named_config
 
@@ -75,12 +75,14 @@ class GridFile:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid read from a file, or several merged grids. ``raw`` is the content of the YAML as plain data."""
+    """A grid read from a file, or several merged grids. ``raw`` is the content of the YAML as plain data;
+    `load_grids` adds the name of its grid to each claim."""
 
     path: Path
     name: str
     title: str
     arms: tuple[Arm, ...]
+    claims: tuple[Claim, ...]
     raw: Mapping[str, Any]
 
     @property
@@ -148,16 +150,15 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
         path=path,
     )
     arms = _inherit([read_arm(name, value, common) for name, value in raw["arms"].items()], raw["arms"], path)
-    grid = Grid(path, file.name, file.title or file.name, tuple(arms), raw)
-    names = [name for _, name, _ in grid.points]
+    names = [name for arm in arms for name in arm.points]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise UserError(f"{path}: two arms have the name {twice[0]} after they are crossed with the axes: rename one")
     every = {*names, *(arm.name for arm in arms)}
-    claims = read_claims(raw.get("claims"), every, grid.name, path)
+    claims = read_claims(raw.get("claims"), every, file.name, path)
     check_directions(claims, raw.get("claims") or (), file.direction, path)
     check_report(build(Report, file.report or {}, f"{path}: report"), every, claims, path)
     check_arms(as_list(file.quick), every, f"{path}: quick")
-    return grid
+    return Grid(path, file.name, file.title or file.name, tuple(arms), claims, raw)
 
 
 def _base_file(name: str, path: Path) -> Path:
@@ -271,7 +272,9 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
         for point in arm.points:
             if crossed.setdefault(point, arm.name) != arm.name:
                 raise UserError(f"{arm.path}: another grid has an arm {point}: rename one")
-    return Grid(first.path, name, title, tuple(arms.values()), raw)
+    read = {(grid.name, claim.id): claim for grid in grids for claim in grid.claims}
+    kept = tuple(read[claim["grid"], claim["id"]] for claim in claims)
+    return Grid(first.path, name, title, tuple(arms.values()), kept, raw)
 
 
 def _together(one: Arm, other: Arm) -> Arm:

@@ -14,7 +14,7 @@ from mmqk.lab.effects import FEWEST_OF_EACH
 from mmqk.lab.formatting import plural
 from mmqk.lab.grid import Grid
 from mmqk.lab.grid.arms import Job
-from mmqk.lab.grid.claims import CHECKS, FAMILY_LEVEL, Claim, read_claims
+from mmqk.lab.grid.claims import CHECKS, FAMILY_LEVEL, Claim
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric
 from mmqk.store import UserError
 
@@ -123,14 +123,13 @@ def decidable_claims(grid: Grid) -> tuple[Claim, ...]:
     """
     points = {name: [point] for _, name, point in grid.points}
     points |= {arm.name: list(arm.points.values()) for arm in grid.arms}
-    claims = read_claims(grid.raw.get("claims"), points, grid.name, grid.path)
-    check_claims(claims, points, str(grid.path))
-    by_id = {claim.id: claim for claim in claims}
+    check_claims(grid.claims, points, str(grid.path))
+    by_id = {claim.id: claim for claim in grid.claims}
     planned = [job for job in grid.jobs if job.role == "verdict"]
-    for claim in claims:
+    for claim in grid.claims:
         if claim.decided and (why := _why_not(claim, by_id, planned)):
             raise UserError(f"{grid.path}: no result could support claim {claim.id}: {why}")
-    return claims
+    return grid.claims
 
 
 def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
