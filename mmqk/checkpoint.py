@@ -79,9 +79,12 @@ def _check_weights(content: dict[str, Any]) -> None:
     try:
         with torch.device("meta"):  # do not draw initial weights
             model = EarlyFusionTransformer(ModelConfig.from_dict(content["mmqk_model"]), "math")
-        model.load_state_dict(_weights(content), assign=True)
     except Exception as error:
         raise CheckpointError(f"has a model that this version of mmqk does not support ({reason_of(error)})") from error
+    try:
+        model.load_state_dict(_weights(content), assign=True)
+    except Exception as error:
+        raise CheckpointError(f"has weights that do not fit its model configuration ({reason_of(error)})") from error
 
 
 def _weights(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def unpacked(path: Path) -> Path:
             columns.unlink()
     except (
         zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, ValueError, LookupError,
-        RuntimeError, OSError,
+        TypeError, AttributeError, RuntimeError, OSError,
     ) as error:  # fmt: skip
         advice = "give a file that mmqk pack has written"
         raise UserError(f"{path} cannot be read as a pack ({reason_of(error)}): {advice}") from error

@@ -174,6 +174,13 @@ def test_a_zip_file_of_other_files_and_a_tar_that_is_cut_are_refused(tmp_path):
             unpacked(tmp_path / "bad.zip")
 
 
+@pytest.mark.parametrize("columns", [b"[]", b'{"shapes": [["step"]], "lines": [0], "values": [1]}'])
+def test_columns_of_another_form_are_refused(columns, tmp_path):
+    write_zip(tmp_path / "bad.zip", tarfile.TarInfo("a/metrics.columns.json"), content=columns)
+    with pytest.raises(UserError, match="cannot be read as a pack"):
+        unpacked(tmp_path / "bad.zip")
+
+
 @pytest.mark.parametrize("change", [
     lambda whole: b"", lambda whole: b"no zip", lambda whole: whole[: len(whole) // 2],
     lambda whole: whole[:2000] + b"x" * 500 + whole[2500:],

@@ -68,17 +68,19 @@ def misshapen(path: Path) -> None:
     change(path, state_dict={**torch.load(path)["state_dict"], "model.head.weight": torch.ones(3)})
 
 
+def newer_model(path: Path) -> None:
+    change(path, mmqk_model={**torch.load(path, weights_only=True)["mmqk_model"], "of_a_later_version": 1})
+
+
 HARMS = {
     "one bit of a weight": (lambda path: flip(path, place_of_weights(path)), "is damaged"),
     "cut": (lambda path: os.truncate(path, 2000), "is damaged or was not written"),
     "emptied": (lambda path: os.truncate(path, 0), "is damaged or was not written"),
     "of another model": (foreign_model, "is of another model (different: model.attn_softcap)"),
     "of another run": (foreign_run, "is of run 0123456789"),
-    "without weights": (
-        lambda path: change(path, state_dict={}),
-        "has a model that this version of mmqk does not support",
-    ),
-    "misshapen": (misshapen, "has a model that this version of mmqk does not support"),
+    "without weights": (lambda path: change(path, state_dict={}), "has weights that do not fit its model"),
+    "misshapen": (misshapen, "has weights that do not fit its model"),
+    "of a newer model": (newer_model, "has a model that this version of mmqk does not support"),
     "of another step": (lambda path: change(path, global_step=10), "holds step 10, but its name has another step"),
 }
 
