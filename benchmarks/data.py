@@ -171,37 +171,36 @@ class Take:
         return lambda repeat: seconds_of(once, repeat, "cpu")
 
 
+def decoded_by_webdataset(shard: str) -> Callable[[], Work]:
+    """Return a function that decodes all images of a shard with WebDataset."""
+    needs("webdataset")
+    import webdataset as wds
+
+    def read() -> Work:
+        count = 0
+        for sample in wds.WebDataset([shard], shardshuffle=False).decode("rgb8"):
+            assert sample["webp"].shape == (64, 64, 3) and json.dumps(sample["json"])
+            count += 1
+        return count, 0
+
+    return read
+
+
+def decoded_by_offset(shard: str) -> Work:
+    """Decode all images of a shard, which are found by the offsets of its members."""
+    index = index_tar(shard)
+    for _, sample in index:
+        image, _ = pair_of(sample)
+        assert np.asarray(load_image(image, 64)).shape == (64, 64, 3)
+    return len(index), 0
+
+
 def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
     """Return the candidates by name. A candidate returns a function that does the work once and returns (samples,
     tokens)."""
 
-    tokenizers = Path(config.tokenizers)
-
-    def webdataset() -> Callable[[], Work]:
-        needs("webdataset")
-        import webdataset as wds
-
-        def read() -> Work:
-            count = 0
-            for sample in wds.WebDataset([shard], shardshuffle=False).decode("rgb8"):
-                assert sample["webp"].shape == (64, 64, 3) and json.dumps(sample["json"])
-                count += 1
-            return count, 0
-
-        return read
-
-    def by_offset() -> Callable[[], Work]:
-        def read() -> Work:
-            index = index_tar(shard)
-            for _, sample in index:
-                image, _ = pair_of(sample)
-                assert np.asarray(load_image(image, 64)).shape == (64, 64, 3)
-            return len(index), 0
-
-        return read
-
     def tokenized() -> Callable[[], Work]:
-        job = TokenizeJob("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None)
+        job = TokenizeJob("pair", Path(config.tokenizers), cache / "tokens", 0.01, "crop", 2**26, None)
         return lambda: (job.shard("00000", Path(shard))["samples"], 0)
 
     def arrays(of: DataConfig) -> Make:
@@ -232,8 +231,8 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
         return read
 
     return {
-        PLAIN: webdataset,
-        "shards by member offset, images decoded": by_offset,
+        PLAIN: lambda: decoded_by_webdataset(shard),
+        "shards by member offset, images decoded": lambda: lambda: decoded_by_offset(shard),
         "shards to token arrays (mmqk data tokenize, one worker)": tokenized,
         "token arrays, pairs and text": arrays(config),
         "token arrays, pairs and text, in this process through the run's loader": loaded(config, 0),

@@ -175,16 +175,6 @@ def page(m: Measures, args: argparse.Namespace, source: Source, documents: Docum
         )
         if s.tokens
     ]
-    table = [
-        ("train", m.images["train"], m.psnr_db["train"], codes["train"]),
-        ("held out", m.images["val"], m.psnr_db["val"], codes["val"]),
-        ("held out, codebook permuted (control)", m.images["val"], m.psnr_permuted, None),
-        (f"held out, {n} mean colors interpolated, no codes", m.images["val"], m.psnr_pooled, None),
-    ]
-    quality = [
-        f"| {name} | {count:,} | {db:.2f} | {s.used if s else ''} | {f'{s.perplexity:.0f}' if s else ''} |"
-        for name, count, db, s in table
-    ]
     bits = n * math.log2(image.size)
     text = f"""\
 # The tokenizers: {words.size} text entries, {image.size} image codes
@@ -204,7 +194,7 @@ tokenizers {tokenizers_hash(args.tokenizers)}). Command for the tokenizers:
 
 | images | number | PSNR, dB | codes used | code perplexity |
 | --- | --- | --- | --- | --- |
-{lines(quality)}
+{lines(_reconstruction_rows(m, n))}
 
 PSNR is the mean over images of 10 log10(1 / mean squared error), pixels in [0, 1]. {n} codes with
 {image.size} possible values take {bits:.0f} bits per image; {n} mean colors at 8 bits per channel take {n * 24}.
@@ -224,6 +214,20 @@ A caption has {m.caption_tokens:.1f} tokens on average. Characters per token (tr
 captions{f", {m.document_chars:.2f} in documents" if m.documents.tokens else ""}.
 """
     return text + "".join(f"\nNumber of {part}.\n" for part in read)
+
+
+def _reconstruction_rows(m: Measures, n: int) -> list[str]:
+    """Return the rows of the table of reconstructions from n codes, with two controls."""
+    table = [
+        ("train", m.images["train"], m.psnr_db["train"], m.codes["train"]),
+        ("held out", m.images["val"], m.psnr_db["val"], m.codes["val"]),
+        ("held out, codebook permuted (control)", m.images["val"], m.psnr_permuted, None),
+        (f"held out, {n} mean colors interpolated, no codes", m.images["val"], m.psnr_pooled, None),
+    ]
+    return [
+        f"| {name} | {count:,} | {db:.2f} | {s.used if s else ''} | {f'{s.perplexity:.0f}' if s else ''} |"
+        for name, count, db, s in table
+    ]
 
 
 def _about(source: Source) -> str:

@@ -195,22 +195,26 @@ def inspect_step(
     spread = run.processes > 1 or run.trainer["accumulate_grad_batches"] > 1
     rows = _rows(record, names, path is not None, spread)
     title = f"Step {step} reads sequences {numbers[0]} to {numbers[-1]}"
-    page = {
-        "name": "" if folder is None else folder.parent.name,
+    page = _page(run, "" if folder is None else folder.parent.name, title, weights, rows, command) | views
+    plain_record = {"step": step, "weights": None if path is None else str(path), "sequences": record}
+    files = {"index.html": report.render("inspect.html", page, TEMPLATES, FILTERS), "step.json": plain_record}
+    return files, [title, weights, "", *text_table(rows, set(range(len(rows[0]))))]
+
+
+def _page(run: RunConfig, name: str, title: str, weights: str, rows: list[list[str]], command: str) -> dict[str, Any]:
+    """Return the variables of the template, except the views of the sequences."""
+    data = {key: getattr(run.data, key) for key in ("seq_len", "pack", "document_mask")}
+    return {
+        "name": name,
         "title": title,
         "summary": f"{weights[:1].upper()}{weights[1:]}.",
         "rows": [],
         "samples": rows,
-        "plain": {"seed": run.seed, "data": {"seq_len": run.data.seq_len, "pack": run.data.pack,
-                                             "document_mask": run.data.document_mask}},
+        "plain": {"seed": run.seed, "data": data},
         "words": SLOT_WORDS,
         "command": command,
         "css": (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip(),
-        **views,
-    }  # fmt: skip
-    plain_record = {"step": step, "weights": None if path is None else str(path), "sequences": record}
-    files = {"index.html": report.render("inspect.html", page, TEMPLATES, FILTERS), "step.json": plain_record}
-    return files, [title, weights, "", *text_table(rows, set(range(len(rows[0]))))]
+    }
 
 
 def _record(
