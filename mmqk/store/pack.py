@@ -27,9 +27,9 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmqk.store.errors import UserError, reason_of
+from mmqk.store.errors import OneSentenceParser, UserError, reason_of
 from mmqk.store.files import find_file, write_atomic
-from mmqk.store.folder import ABLATION_NAME, find_runs
+from mmqk.store.folder import ABLATION_NAME, find_runs, read_ablation
 from mmqk.store.formatting import without_roots
 from mmqk.store.metrics import METRICS_NAME, parse_line
 
@@ -51,6 +51,40 @@ REPORTED = {
 # runs.
 FEW_DIGITS, LOSS_DECIMALS = 5, 3
 _DATE = (1980, 1, 1, 0, 0, 0)
+
+DESCRIPTION = """\
+Write the files that a report needs from a folder of runs into one small zip file: configurations, status, metrics,
+alarms and the registration of the claims; no checkpoints and no TensorBoard events. mmqk report and mmqk.load_runs
+read the file like the folder, and mmqk ablate --from continues the grid from it.
+
+The report of a pack with the name of its folder equals the report of the folder byte for byte, unless --small rounds
+its numbers."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Pack runs into one file and print its path.
+
+    Raises:
+        UserError: the folder has no runs, its ablation.json is damaged, or --out is not a file name that ends in
+            .zip.
+    """
+    parser = OneSentenceParser(prog="mmqk pack", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("runs", type=Path, help="folder of a grid, an arm or a run")
+    parser.add_argument("--out", type=Path, help="the output file (default: the folder's name and .zip)")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help=f"a smaller file for hundreds of runs: only the series that a report reads, with {FEW_DIGITS} digits",
+    )
+    options = parser.parse_args(argv)
+    out = options.out or Path(f"{options.runs.resolve().name}.zip")
+    if out.suffix != ".zip" or out.is_dir():
+        raise UserError(f"--out {out} is not the name of a zip file: let it end in .zip")
+    read_ablation(options.runs)  # no command can read a pack with a damaged registration
+    write_pack(options.runs, out, options.small)
+    size = out.stat().st_size
+    print(f"{out}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{out}: {size / 1e3:.0f} kB")
+    return 0
 
 
 def write_pack(

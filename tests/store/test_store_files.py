@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from mmqk import report
-from mmqk.cli import watch
 from mmqk.config import resolve
 from mmqk.store import (
     GRIDS,
@@ -29,6 +28,7 @@ from mmqk.store import (
     write_folder,
     write_json,
 )
+from mmqk.watch import main as watch
 from tests.faulty_disk import WRITES, Disk
 from tests.lab.fake_runs import write_demo
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.cli import watch as main
 from mmqk.lab.runner.watch import Follow, follow
 from mmqk.store import Alarm, MetricsWriter, append_alarms, write_json
 from mmqk.store.folder import lock_folder
+from mmqk.watch import main
 
 ROOT = Path(__file__).parents[3]
 
