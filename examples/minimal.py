@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from mmqk.data.batch import TokenBatch
-from mmqk.data.shards.shipped import read_pairs
+from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe

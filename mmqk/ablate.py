@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, Executor, Pool
 from mmqk.lab.runner.session import Session, check_out, outcome_table, take_runs, time_left
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
+from mmqk.store.errors import slice_of
 from mmqk.store.folder import read_ablation
 from mmqk.store.formatting import plural
 
@@ -93,7 +93,7 @@ def _train(session: Session, options: argparse.Namespace, jobs: int, devices: Se
     part = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
     runs = f"{part}{plural(len(session.tasks) + len(session.waiting), 'run')} in {session.out}"
     print(f"{session.grid.title}: {runs}, {todo} to train, {jobs} at a time", flush=True)
-    with contextlib.closing(PoolProgress(to_come=session.to_come)) as progress:
+    with contextlib.closing(PoolProgress(session.to_come)) as progress:
         executor = _executor(options, session.out, devices)
         pool = Pool(tasks, jobs, executor, tick=progress, more=session.more, until=until)
         pool.run()
@@ -159,7 +159,7 @@ def _session(options: argparse.Namespace, threads: int) -> Session:
 def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -> Grid:
     grid = load_grids(options.config, added)
     if metrics := {arm.lr.metric for arm in grid.arms if arm.lr}:
-        from mmqk.lab.verdicts.learning_rates import selection_metric  # slow to import
+        from mmqk.lab.verdicts.measure import selection_metric  # slow to import
 
         for metric in metrics:
             selection_metric(metric)
@@ -186,7 +186,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     text = "stop after M minutes; runs write a checkpoint"
     add("--max-minutes", type=_minutes, default=math.inf, metavar="M", help=text)
     text = "divide the runs into N parts and train only part K, from 1 to N"
-    add("--slice", type=_slice, default=(1, 1), metavar="K/N", help=text)
+    add("--slice", type=slice_of, default=(1, 1), metavar="K/N", help=text)
     add("--only", type=_names, default=[], metavar="ARM,ARM", help="train only these arms of the grid")
     add("--quick", action="store_true", help="train the arms that the grid lists under `quick`")
     text = "add an arm that sets this field, with the name given by --only; repeat the flag for several fields"
@@ -221,13 +221,6 @@ def _minutes(text: str) -> float:
         if float(text) > 0:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
-
-
-def _slice(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N, as in 2/8")
-    return int(match[1]), int(match[2])
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import yaml
 import mmqk
 from mmqk.config import SECTIONS, resolve
 from mmqk.config.fork import ForkConfig, Parent
-from mmqk.config.parse import Loader
+from mmqk.config.parse import Loader, read_yaml
 from mmqk.config.run import Given
 from mmqk.lab.grid import GridFile
-from mmqk.lab.grid.arms import Arm, ArmFile, ArmFork, LrRule, read_yaml
+from mmqk.lab.grid.arms import Arm, ArmFile, ArmFork, LrRule
 from mmqk.lab.grid.claims import Claim, read_claims
 from mmqk.model.ranges import Range, number, range_of
 from mmqk.store import UserError
@@ -165,4 +165,4 @@ def test_numbers_in_files_are_decimal(tmp_path):
     (tmp_path / "run.yaml").write_text("optim: {warmup_steps: 16, lr: 1e-3}\n")
     assert resolve([f"--config={tmp_path / 'run.yaml'}"]).optim.lr == 1e-3
     (tmp_path / "grid.yaml").write_text("seeds: [0x10]\n")
-    assert read_yaml(tmp_path / "grid.yaml") == {"seeds": ["0x10"]}
+    assert read_yaml(tmp_path / "grid.yaml", "grid", "") == {"seeds": ["0x10"]}

@@ -18,8 +18,7 @@ from data.build.captions import Annotations, Caption, WordNet, caption
 from data.build.sources import SOURCES, read_members
 from data.build.write import write_shard
 from mmqk.data.shards.images import on_white
-from mmqk.data.shards.manifest import Manifest, write_manifest
-from mmqk.data.shards.shipped import IMAGE_SIZE
+from mmqk.data.shards.manifest import IMAGE_SIZE, Manifest, write_manifest
 from mmqk.store import UserError, hash_fraction
 
 SAMPLES_PER_SHARD = 550

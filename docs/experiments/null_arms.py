@@ -23,7 +23,7 @@ from mmqk.lab.runs import Columns, Run
 from mmqk.lab.study import study_of
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.learning_rates import choose
+from mmqk.lab.verdicts.measure import choose
 from mmqk.store import Status
 
 HERE = Path(__file__).parent

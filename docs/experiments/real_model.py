@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
-from mmqk.data.shards.shipped import read_pairs, read_text
+from mmqk.data.shards.manifest import read_pairs, read_text
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.interop import from_transformers
 from mmqk.interop.surgery import changed_config, fit_attention, operate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 import textwrap
 import types
@@ -95,12 +96,7 @@ class Fields:
             UserError: the file cannot be read or has no fields, or a key is unknown or written twice.
         """
         self.configs.append(file)
-        try:
-            given = yaml.load(read_utf8(file, "check the path after --config"), Loader=Loader)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise UserError(f"{file} is not the YAML of a run ({' '.join(str(error).split())}): check it.") from error
-        if not isinstance(given, dict):
-            raise UserError(f"{file} sets no field: give a YAML mapping of fields to values.")
+        given = read_yaml(file, "run", "check the path after --config")
         try:
             self.add(given, file)
         except UserError as error:
@@ -254,6 +250,23 @@ def _sentence(error: ValidationError, known: Mapping[str, Leaf], values: Mapping
     messages = [message.removeprefix("Input should be ").partition(", unable to parse")[0] for message in wrong]
     given = "empty" if errors[0]["input"] is None else shortened(errors[0]["input"])
     return f"{name} is {given}: it must be {' or '.join(dict.fromkeys(messages))}."
+
+
+def read_yaml(file: Path, kind: str, advice: str) -> dict[str, Any]:
+    """Return the content of the YAML of a run or a grid (``kind``); ``advice`` ends the error of a file that is
+    missing.
+
+    Raises:
+        UserError: the file cannot be read, is not a mapping, or has a key twice or a number that is not finite.
+    """
+    try:
+        content = yaml.load(read_utf8(file, advice), Loader=Loader)
+        json.dumps(content, allow_nan=False)  # it is stored with the runs as JSON
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} is not the YAML of a {kind} ({' '.join(str(error).split())}): check it.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} sets no field: give a YAML mapping of fields to values.")
+    return content
 
 
 def yaml_value(name: str, text: str) -> Any:

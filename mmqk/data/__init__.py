@@ -14,8 +14,7 @@ datamodule                 opens the sources of a run, and makes its order and v
 shards/names               which shards a pattern, a folder or a URL names
 shards/tar, read           the samples of a shard: by offset, or front to back from any sample on
 shards/samples, images     a sample: its texts and images, or the reason why it is dropped
-shards/manifest            which samples are in which split
-shards/shipped             pairs and text of shards with a manifest, such as those of data/
+shards/manifest            which samples are in which split; pairs and text of shards with a manifest, as in data/
 tokenizers/text, image     texts and images to ids; files: their two files
 tokenizers/train           `mmqk data tokenizers`; training_data: what it reads; train_image: the autoencoder's training
 tokens/folder              the folder that stores documents as ids; the joint vocabulary (`Layout`)

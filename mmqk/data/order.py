@@ -139,9 +139,10 @@ class ItemRows:
         return len(self.order)
 
     def row(self, nth: int, slot: str) -> Row:
-        return joined([self._item(slot, item) for item in self.order.items(nth)])
+        return joined([self.of(item, slot) for item in self.order.items(nth)])
 
-    def _item(self, slot: str, item: int) -> Row:
+    def of(self, item: int, slot: str) -> Row:
+        """Return the row of one item."""
         if self._pieces_P3 is not None:
             return self.builder.piece(self.kind, self._pieces_P3[item])
         return self.builder.image(item) if slot == "image" else self.builder.pair(item, slot == "image_first")
@@ -269,26 +270,21 @@ class HeldOut:
     """
 
     def __init__(self, builder: SequenceBuilder, kind: str) -> None:
-        self.builder, self.kind = builder, kind
-        store = builder.stores[kind]
-        self._pieces = None if kind in ("pair", "text") else pieces(store, builder.room)
-        self._n = len(store) if self._pieces is None else len(self._pieces)
-        if kind == "text":
-            self._n = store.tokens // builder.room
-            if not self._n:
-                raise ValueError(
-                    f"data.text holds out {store.tokens} tokens, too few for a sequence of data.seq_len"
-                    f" {builder.seq_len}: set data.seq_len to at most {store.tokens + 1}, or hold out more."
-                )
+        self.builder = builder
+        self._items = None if kind == "text" else ItemRows(builder, kind, VALIDATION_SEED, pack=False)
+        if self._items is None and not len(self):
+            tokens = builder.stores["text"].tokens
+            raise ValueError(
+                f"data.text holds out {tokens} tokens, too few for a sequence of data.seq_len {builder.seq_len}: set"
+                f" data.seq_len to at most {tokens + 1}, or hold out more."
+            )
 
     def __len__(self) -> int:
-        return self._n
+        return self.builder.stores["text"].tokens // self.builder.room if self._items is None else len(self._items)
 
     def row(self, k: int, wanted: int) -> Row:
         """Return row k of ``wanted`` rows. The rows are spread evenly, because the split may be sorted by source."""
-        item = k * self._n // wanted
-        if self.kind == "pair":
-            return self.builder.pair(item, image_first=k % 2 == 0)
-        if self._pieces is not None:
-            return self.builder.piece(self.kind, self._pieces[item])
-        return self.builder.window(self.kind, item * self.builder.room)
+        item = k * len(self) // wanted
+        if self._items is None:
+            return self.builder.window("text", item * self.builder.room)
+        return self._items.of(item, "caption_first" if k % 2 else "image_first")

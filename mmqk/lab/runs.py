@@ -44,20 +44,16 @@ class Columns:
     """
 
     def __init__(self, records: Sequence[Mapping[str, Any]], truncated: bool = False):
-        import pandas as pd  # slow to import
-
-        cells = [
-            (record["step"], tag, number)
-            for record in records
-            for tag, value in record.items()
-            if tag != "step" and (number := _number(value)) is not None
-        ]
-        table = pd.DataFrame(cells, columns=["step", "tag", "value"])
-        table = table.drop_duplicates(["step", "tag"], keep="last").sort_values("step", kind="stable")
-        steps, values = table["step"].to_numpy(), table["value"].to_numpy()
-        rows = table.groupby("tag").indices
-        self.series = {tag: (steps[rows[tag]], values[rows[tag]]) for tag in dict.fromkeys(c[1] for c in cells)}
-        self.last_step = int(steps.max(initial=0))
+        found: dict[str, dict[int, float]] = {}
+        for record in records:
+            for tag, value in record.items():
+                if tag != "step" and (number := _number(value)) is not None:
+                    found.setdefault(tag, {})[record["step"]] = number
+        self.series: dict[str, Series] = {}
+        for tag, by_step in found.items():
+            steps = sorted(by_step)
+            self.series[tag] = np.array(steps, dtype=np.int64), np.array([by_step[step] for step in steps])
+        self.last_step = max((int(steps[-1]) for steps, _ in self.series.values()), default=0)
         self.truncated = truncated
 
 

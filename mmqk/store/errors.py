@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -43,6 +44,14 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: see {self.prog} --help")
+
+
+def slice_of(text: str) -> tuple[int, int]:
+    """Return (K, N) of the argument ``--slice K/N``."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N, as in 2/8")
+    return int(match[1]), int(match[2])
 
 
 def reason_of(error: BaseException) -> str:

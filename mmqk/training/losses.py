@@ -291,9 +291,7 @@ def _terms(
     logits_CV: Tensor, index_C1: Tensor, weight_C1: Tensor, z_loss: float, softcap: float | None, train: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the cross-entropy and log Z of a chunk, and the weighted gradient of its logits in their dtype."""
-    raw, wide_CV = logits_CV.dtype, logits_CV.to(weight_C1.dtype)
-    if softcap is not None:
-        wide_CV = softcap * torch.tanh(wide_CV / softcap)
+    raw, wide_CV = logits_CV.dtype, capped(logits_CV.to(weight_C1.dtype), softcap)
     target_C, largest_C = wide_CV.gather(-1, index_C1)[:, 0], wide_CV.amax(-1)
     if torch.compiler.is_compiling():
         sum_C = (wide_CV - largest_C[:, None]).exp().sum(-1)

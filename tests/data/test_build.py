@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data.build.emoji import base_of
-from mmqk.data.shards.shipped import read_pairs, read_text
+from mmqk.data.shards.manifest import read_pairs, read_text
 
 DATA = Path(__file__).parents[2] / "data"
 

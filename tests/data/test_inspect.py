@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmqk.data.dial import Dial
 from mmqk.data.loader import MicroBatches
-from mmqk.data.shards.shipped import read_pairs
+from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.text import TextTokenizer

@@ -107,7 +107,7 @@ def test_epochs_visit_every_item_once_and_reshuffle(monkeypatch, large):
 def test_sequences_have_the_promised_form(tiny_data, builder, first_code):
     """In both orders, the row of a pair decodes to the image and the caption of the pair."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
-    from mmqk.data.shards.shipped import read_pairs
+    from mmqk.data.shards.manifest import read_pairs
 
     pair = list(read_pairs(tiny_data / "pairs", "train"))[7]
     pixels = torch.from_numpy(np.array(pair.image)).permute(2, 0, 1)[None].float() / 255

@@ -336,7 +336,7 @@ def test_slices_write_what_one_process_writes(run: Any, shards: Path) -> None:
     assert content(folder) == content(whole)
     run(*pattern(shards), "--slice", "2/3", out="slices")  # says that it is finished
     for wrong in ("0/3", "4/3", "1", "a/b"):
-        assert "give K/N" in refused(run, *pattern(shards), "--slice", wrong, out="wrong")
+        assert "is not K/N" in refused(run, *pattern(shards), "--slice", wrong, out="wrong")
 
 
 KILLED = """

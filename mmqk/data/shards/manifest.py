@@ -1,5 +1,5 @@
-"""The splits of shards: a manifest lists the files of each split of the shipped shards, and a share is held out of any
-other samples."""
+"""The splits of shards: a manifest, as in data/, lists the files of each split, and a share is held out of any other
+samples. A sample of shards with a manifest that cannot be used is an error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from mmqk.data.shards.images import Dropped
+from mmqk.data.shards.images import Dropped, load_image, open_image
 from mmqk.data.shards.names import base_name, is_remote, shard_names
-from mmqk.data.shards.samples import document_of
+from mmqk.data.shards.read import read_lines
+from mmqk.data.shards.samples import document_of, json_of, pair_of, printable, text_of
+from mmqk.data.shards.tar import index_tar
 from mmqk.store import DamagedFile, UserError, check_regular, hash_fraction, identity_hash, read_json, write_json
 
 MANIFEST = "manifest.json"
+IMAGE_SIZE = 64  # pixels
 RESTORE = "restore it with git, or rebuild with python -m data.build"
 
 
@@ -110,6 +114,66 @@ def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
             )
         shards.append((path, shard))
     return shards
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An image and its caption.
+
+    Attributes:
+        key: sample key, ``<vendor>-<codepoint>`` in the shipped shards.
+        image: RGB, 64x64.
+        caption: the caption.
+        meta: the sample's JSON (caption, its parts, source, licence); empty for a sample with a txt caption.
+    """
+
+    key: str
+    image: Image.Image
+    caption: str
+    meta: dict[str, Any]
+
+
+def read_pairs(folder: Path | str, split: str) -> Iterator[Pair]:
+    """Yield the pairs of a split, in the order of the shards.
+
+    Raises:
+        UserError: the manifest, a shard or a sample is missing or damaged, or differs from the manifest.
+    """
+    for path, shard in checked_shards(folder, split):
+        index = index_tar(path)
+        if len(index) != shard.samples:
+            raise UserError(f"shard {path} has {len(index)} samples, but the manifest lists {shard.samples}: {RESTORE}")
+        for key, sample in index:
+            where = f"sample {printable(key)} of shard {path}"
+            try:
+                content, caption = pair_of(sample)
+                image = load_image(content, IMAGE_SIZE)
+                meta = json_of(sample)
+            except Dropped as dropped:
+                raise UserError(f"{where} cannot be used ({dropped.reason}): {RESTORE}") from None
+            # Check the size of the file's image, because load_image scales an image of another size.
+            with open_image(content) as original:
+                width, height = original.size
+            if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):
+                raise UserError(f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it")
+            yield Pair(key, image, caption, meta)
+
+
+def read_text(folder: Path | str, split: str) -> Iterator[str]:
+    """Yield the documents of a split, in the order of the files.
+
+    Raises:
+        UserError: the manifest, a shard or a document is missing or damaged, or differs from the manifest.
+    """
+    for path, shard in checked_shards(folder, split):
+        count = 0
+        for count, line in read_lines(path):
+            try:
+                yield text_of(line)
+            except Dropped as dropped:
+                raise UserError(f"line {count} of {path} cannot be used ({dropped.reason}): {RESTORE}") from None
+        if count != shard.samples:
+            raise UserError(f"{path} has {count} documents, but the manifest lists {shard.samples}: {RESTORE}")
 
 
 SHARE = 0.01

@@ -34,12 +34,8 @@ def shard_names(pattern: str) -> list[str]:
     """
     if not is_remote(pattern):
         return [str(path) for path in expand([pattern])]
-    try:
-        names = list(braceexpand(pattern, escape=False))
-    except ValueError:  # unbalanced braces
-        names = [pattern]
     found: list[str] = []
-    for name in names:
+    for name in _braces(pattern):
         address = name.partition("://")[2]
         if "*" in address or "[" in address or ("?" in address and not name.startswith("http")):
             system = filesystem(name)
@@ -111,14 +107,18 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     return list(files.values())
 
 
+def _braces(pattern: str) -> list[str]:
+    """Return the names that the brace ranges and lists of a pattern stand for."""
+    try:
+        return list(braceexpand(pattern, escape=False))
+    except ValueError:  # unbalanced braces
+        return [pattern]
+
+
 def _files_of(pattern: str) -> Iterator[Path]:
     check_local(pattern)
     whole = os.path.expanduser(pattern)
-    try:
-        names = [whole] if os.path.exists(whole) else list(braceexpand(whole, escape=False))
-    except ValueError:  # unbalanced braces
-        names = [whole]
-    for name in names:
+    for name in [whole] if os.path.exists(whole) else _braces(whole):
         if os.path.exists(os.path.join(name, "tokens.json")):
             raise UserError(f"{name} is a token folder, not a shard: name shards, or read it with data.read tokens")
         if os.path.isdir(name):

@@ -106,7 +106,9 @@ class ShardCache:
         if size is not None and size > self.limit:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._make_room(size or 0)
+        from webdataset.cache import LRUCleanup  # imports torch
+
+        LRUCleanup(str(self.folder), self.limit - (size or 0), os.path.getmtime, interval=None).cleanup()
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             system.get_file(url, str(part))
@@ -117,20 +119,6 @@ class ShardCache:
         finally:
             part.unlink(missing_ok=True)
         return file
-
-    def _make_room(self, size: int) -> None:
-        files = []
-        for path in self.folder.iterdir():
-            try:
-                files.append((path.stat().st_mtime, path.stat().st_size, path))
-            except FileNotFoundError:  # another process made room
-                continue
-        used = sum(file[1] for file in files)
-        for _, of_file, path in sorted(files):
-            if used + size <= self.limit:
-                return
-            path.unlink(missing_ok=True)
-            used -= of_file
 
 
 # A remote shard is given up after this many failures in a row, each followed by twice the pause (seconds).
@@ -174,14 +162,11 @@ def open_shard(name: str, ranges: bool = True, cache: ShardCache | None = None) 
     """
     from fsspec.utils import infer_compression
 
-    raw: Any
-    copy = cache.open(name) if cache is not None and is_remote(name) else None
-    if copy is not None:
-        raw = copy
-    elif is_remote(name):
+    raw: Any = cache.open(name) if cache is not None and is_remote(name) else None
+    if raw is None and is_remote(name):
         how: dict[str, Any] = {"block_size": BUFFER, "cache_type": "readahead"} if ranges else {"block_size": 0}
         raw = io.BufferedReader(filesystem(name).open(name, "rb", **how), 2**18)
-    else:
+    elif raw is None:
         raw = open(name, "rb")  # noqa: SIM115 - the caller closes it
     compression = infer_compression(name)
     if compression is None:

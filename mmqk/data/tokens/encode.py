@@ -25,9 +25,8 @@ from PIL import Image
 
 from mmqk.data.mixture import random_stream
 from mmqk.data.shards.images import MAX_PIXELS, Dropped, Fit, load_image
-from mmqk.data.shards.manifest import MANIFEST, manifest_hash
+from mmqk.data.shards.manifest import IMAGE_SIZE, MANIFEST, manifest_hash, read_pairs, read_text
 from mmqk.data.shards.samples import EMPTY_DOCUMENT
-from mmqk.data.shards.shipped import IMAGE_SIZE, read_pairs, read_text
 from mmqk.data.tokenizers.files import SPECIALS, read_config, tokenizers_hash
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import (

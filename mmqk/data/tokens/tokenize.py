@@ -28,6 +28,7 @@ from mmqk.data.tokens.folder import SPLITS, Part, TokenWriter, is_token_folder, 
 from mmqk.data.tokens.workers import TokenizeJob, run_shards
 from mmqk.progress import track
 from mmqk.store import DamagedFile, OneSentenceParser, UserError, find_file, read_json, write_json
+from mmqk.store.errors import slice_of
 from mmqk.store.files import writing
 
 # Subfolder with the options of the command and a record per finished shard; removed when all parts are written.
@@ -66,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokenizers", type=Path, default=find_file("data/tokenizers"), help="(data/tokenizers)")
     workers = "worker processes; each tokenizes one shard at a time (default: one per core; 0: in this process)"
     p.add_argument("--workers", type=int, help=workers)
-    p.add_argument("--slice", metavar="K/N", help="every N-th shard from the K-th on; all slices share --out")
+    every = "every N-th shard from the K-th on; all slices share --out"
+    p.add_argument("--slice", type=slice_of, default=(1, 1), metavar="K/N", help=every)
     add_sample_arguments(p)
     return p
 
@@ -85,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     layout_of(args.tokenizers)  # raises for missing tokenizers before anything is written
     if is_token_folder(args.out):
         return _already_finished(args, kind, paths)
-    k, n = _slice_of(args.slice)
+    k, n = args.slice
     name = "lock" if n == 1 else f"lock{k}of{n}"
     with writing(args.out, "give another --out or make room"), _locked(args.out, name):
         if is_token_folder(args.out):  # another process finished it before this one got the lock
@@ -117,14 +119,6 @@ def main(argv: list[str] | None = None) -> int:
         advice = again if args.val_fraction else "give more documents"
         print(f"no document was held out: training needs some, so {advice}")
     return 0
-
-
-def _slice_of(given: str | None) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", given or "1/1")
-    k, n = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= k <= n:
-        raise UserError(f"--slice is {given}: give K/N with K from 1 to N, such as 3/8")
-    return k, n
 
 
 def _check(args: argparse.Namespace) -> None:

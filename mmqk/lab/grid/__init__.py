@@ -41,7 +41,6 @@ from mmqk.lab.grid.arms import (
     read_arm,
     read_axes,
     read_lr,
-    read_yaml,
 )  # fmt: skip
 from mmqk.lab.grid.claims import Claim, Names, Report, as_list, check_arms, check_directions, check_report, read_claims
 from mmqk.model.ranges import MOST_SEED, check_fields, number
@@ -130,8 +129,10 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
         UserError: the file cannot be read, a key or a value is invalid, two arms have one name, or a name refers to
             an arm, claim or base config that does not exist.
     """
+    from mmqk.config.parse import read_yaml  # as in `build`
+
     path = Path(path)
-    raw = read_yaml(path)
+    raw = read_yaml(path, "grid", "give a grid such as those in configs/ablations")
     file = build(GridFile, raw, f"{path}")
     if twice := [name for name in added or () if name in file.arms]:
         raise UserError(f"{path} has an arm {twice[0]}: give the added arm another name")

@@ -1,4 +1,4 @@
-"""Arms of a grid: the fields that they set, their axes, learning rates, forks and runs; and the YAML reader."""
+"""Arms of a grid: the fields that they set, their axes, learning rates, forks and runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, number, ranged
-from mmqk.store import UserError, read_utf8
+from mmqk.store import UserError
 
 T = TypeVar("T")
 LR = "optim.lr"
@@ -286,29 +284,6 @@ def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
 
 
 # Reading --------------------------------------------------------------------------------------------------
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file as plain data.
-
-    Raises:
-        UserError: the file cannot be read, is not a YAML mapping, or has a duplicate key or a number that is not
-            finite.
-    """
-    from mmqk.config.parse import Loader  # as in `build`
-
-    text = read_utf8(path, "give a grid such as those in configs/ablations")
-    try:
-        raw = yaml.load(text, Loader=Loader)
-        json.dumps(raw, allow_nan=False)  # the grid is stored with the runs as JSON
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise UserError(f"{path} is not valid YAML: {line}{error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as YAML with finite numbers: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} must be a mapping of names to values, not {type(raw).__name__}")
-    return raw
 
 
 def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:

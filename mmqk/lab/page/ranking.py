@@ -24,7 +24,7 @@ from mmqk.lab.page.sweeps import markers
 from mmqk.lab.page.tables import Cell, Table, table
 from mmqk.lab.runs import Run
 from mmqk.lab.study import Study, StudyArm
-from mmqk.lab.verdicts.learning_rates import chosen, metric_of, value_of
+from mmqk.lab.verdicts.measure import chosen, metric_of, value_of
 
 # An arm trains at a learning rate if all its runs at this learning rate end at most this many nats above the best
 # mean loss of the control.

@@ -338,7 +338,7 @@ class _Planner:
 
 
 def selected(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, Any]:
-    """Return the best learning rate (`mmqk.lab.verdicts.learning_rates`), and the mean of the metric over seeds at
+    """Return the best learning rate (`mmqk.lab.verdicts.measure`), and the mean of the metric over seeds at
     each learning rate tried, null if it is not finite. If every run diverged, the smallest learning rate is best.
 
     Args:
@@ -348,7 +348,7 @@ def selected(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, An
         UserError: the metric is unknown, or no run has a finite value.
     """
     from mmqk.lab.runs import read_runs
-    from mmqk.lab.verdicts.learning_rates import choose
+    from mmqk.lab.verdicts.measure import choose
 
     # The first run is that of the folder itself.
     runs = [replace(read_runs(path)[0], point={LR: lr}) for path, lr in tried.items()]

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -323,8 +322,8 @@ class PoolProgress:
         to_come: returns the number of runs that wait for other runs and can start later.
     """
 
-    def __init__(self, stream: TextIO | None = None, to_come: Callable[[], int] = lambda: 0):
-        self.progress, self.to_come = Progress(stream), to_come
+    def __init__(self, to_come: Callable[[], int]):
+        self.progress, self.to_come = Progress(), to_come
         self._follows: dict[Task, Follow] = {}
 
     def __call__(self, pool: Pool) -> None:

@@ -2,8 +2,7 @@
 
 judge           the verdicts: corrected levels, controls, rules
 assess          one claim: its effect, interval and p-value
-measure         the values of its metric by arm and seed
+measure         the values of its metric by arm and seed; the best learning rate of each arm, from selection runs
 checks          the conditions that its runs must meet
-learning_rates  the best learning rate of each arm, from selection runs
 words           the texts of verdicts
 """

@@ -18,7 +18,7 @@ from mmqk.lab.metrics.families import RATE, learning_rate
 from mmqk.lab.metrics.outcomes import is_trained, learned
 from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.study import Compared, Group, Study
-from mmqk.lab.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
+from mmqk.lab.verdicts.measure import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.lab.verdicts.words import say
 from mmqk.store import differing_fields, flatten
 

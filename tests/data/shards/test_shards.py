@@ -11,8 +11,7 @@ import pytest
 
 from data.build.write import write_documents, write_shard
 from mmqk.data.shards import manifest as module
-from mmqk.data.shards.manifest import FEW, SHARE, Manifest, default_share, load_manifest
-from mmqk.data.shards.shipped import read_pairs, read_text
+from mmqk.data.shards.manifest import FEW, SHARE, Manifest, default_share, load_manifest, read_pairs, read_text
 from mmqk.store import UserError
 from tests.data.tars import encoded
 

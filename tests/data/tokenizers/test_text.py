@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmqk.data.shards.shipped import read_pairs
+from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.store import UserError

@@ -8,8 +8,7 @@ import lzma
 import numpy as np
 import pytest
 
-from mmqk.data.shards.manifest import split_of
-from mmqk.data.shards.shipped import read_pairs
+from mmqk.data.shards.manifest import read_pairs, split_of
 from mmqk.data.tokenizers.training_data import Documents, Selection, Source
 from mmqk.store import UserError
 from tests.data.tars import encoded, write_samples

@@ -11,7 +11,7 @@ from torchvision.transforms.functional import to_tensor
 
 from mmqk.config import RunConfig
 from mmqk.data.dial import Dial
-from mmqk.data.shards.shipped import read_pairs
+from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokenizers.image import ImageTokenizer
 from tests.lab.grid.resolved import ROOT, mean_caption, resolved, unequal
 

@@ -9,7 +9,7 @@ from scipy import stats
 
 from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import judge
-from mmqk.lab.verdicts.learning_rates import BestRate, choose, distinguishable
+from mmqk.lab.verdicts.measure import BestRate, choose, distinguishable
 from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_grid
 
