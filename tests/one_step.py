@@ -13,7 +13,7 @@ from mmqk.config import LossConfig, MonitorConfig, OptimConfig
 from mmqk.config.checks import check_conflicts
 from mmqk.data.batch import TokenBatch
 from mmqk.model import ModelConfig
-from mmqk.model.backend_limits import check_backend
+from mmqk.model.ranges import check_backend
 from mmqk.model.transformer import modality_of_ids
 from mmqk.training.module import TrainingModule
 

@@ -10,7 +10,7 @@ import torch
 
 from mmqk.lab.remedies import REMEDIES, Remedy
 from mmqk.model import ModelConfig
-from mmqk.model.backend_limits import check_backend
+from mmqk.model.ranges import check_backend
 from tests.one_step import build, step, token_batch
 
 BLOCKS = {"text": 24, "image": 16}

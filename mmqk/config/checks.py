@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from mmqk.config.fork import ForkConfig, check_forkable, check_moments, check_patches
 from mmqk.config.training import MonitorConfig, OptimConfig
-from mmqk.model.backend_limits import check_backend
 from mmqk.model.config import ModelConfig
-from mmqk.model.ranges import refuse
+from mmqk.model.ranges import check_backend, refuse
 
 if TYPE_CHECKING:
     from mmqk.config.run import Given

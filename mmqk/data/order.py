@@ -132,7 +132,7 @@ class ItemRows:
         if self._pieces_P3 is not None:
             return self._pieces_P3[:, 2] - self._pieces_P3[:, 1] + (self.builder.seq_len - self.builder.room)
         if self.kind == "pair":
-            return self.builder.pair_lengths()
+            return np.minimum(self.store.lengths_N + 1, self.builder.seq_len)  # captions are cut
         return np.full(len(self.store), self.store.image_tokens + 2)
 
     def __len__(self) -> int:
@@ -198,8 +198,8 @@ class TrainingOrder:
     @property
     def padding(self) -> dict[str, float]:
         """Fraction of padding in the rows of each packed kind."""
-        orders = {kind: getattr(source, "order", None) for kind, source in self._sources.items()}
-        return {kind: order.padding for kind, order in orders.items() if isinstance(order, Packing)}
+        packed = {kind: source.order for kind, source in self._sources.items() if isinstance(source, ItemRows)}
+        return {kind: order.padding for kind, order in packed.items() if isinstance(order, Packing)}
 
     @property
     def rows_of_an_epoch(self) -> dict[str, int]:

@@ -96,10 +96,6 @@ class SequenceBuilder:
         body = [image, words] if image_first else [words, image]
         return Row(np.concatenate([self._bos, *body, [self.layout.eos]]))
 
-    def pair_lengths(self) -> np.ndarray:
-        """Return the number of tokens in the row of every pair, with captions cut as in `pair`."""
-        return np.minimum(self.stores["pair"].lengths_N + 1, self.seq_len)
-
     def image(self, item: int) -> Row:
         """Return a row with the image of a pair, without the caption."""
         return Row(np.concatenate([self._bos, self._pair(item)[0], [self.layout.eos]]))

@@ -6,7 +6,6 @@ possible, with a note that names what is missing.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from mmqk import store
 from mmqk.store import Alarm, DamagedFile, Status, Tag, UserError
 from mmqk.store.alarms import ALARMS_NAME
 from mmqk.store.folder import ABLATION_NAME, RUN_NAME, read_ablation
-from mmqk.store.metrics import NOT_FINITE, is_record, parse_line
+from mmqk.store.metrics import METRICS_NAME, NOT_FINITE, parse_lines
 
 Series = tuple[NDArray[Any], NDArray[np.float64]]
 
@@ -55,23 +54,6 @@ class Columns:
             self.series[tag] = np.array(steps, dtype=np.int64), np.array([by_step[step] for step in steps])
         self.last_step = max((int(steps[-1]) for steps, _ in self.series.values()), default=0)
         self.truncated = truncated
-
-
-def read_columns(path: str | os.PathLike[str]) -> Columns:
-    """Return the columns of a metrics file without the lines that cannot be read; empty if there is no file."""
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError:
-        return Columns((), truncated=os.path.lexists(path))
-    try:
-        # One call of the JSON parser is faster than one call per line, and it creates each tag string only once.
-        records = json.loads(b"[" + b",".join(lines) + b"]")
-    except (ValueError, RecursionError):
-        records = []
-    if len(records) != len(lines):
-        records = [parse_line(line) for line in lines]
-    whole = [record for record in records if is_record(record)]
-    return Columns(whole, truncated=len(whole) < len(lines))
 
 
 def _number(value: Any) -> float | None:
@@ -155,7 +137,11 @@ class Run:
 
     @cached_property
     def _columns(self) -> Columns:
-        return read_columns(self.path / "metrics.jsonl")
+        path = self.path / METRICS_NAME
+        try:
+            return Columns(*parse_lines(path.read_bytes()))
+        except OSError:
+            return Columns((), truncated=os.path.lexists(path))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -182,7 +168,7 @@ class Run:
         the metrics."""
         if self.identity or self.fork or (self.path / ALARMS_NAME).exists():
             return store.read_alarms(self.path)
-        return store.alarms_of(store.read_metrics(self.path / "metrics.jsonl"))
+        return store.alarms_of(store.read_metrics(self.path / METRICS_NAME))
 
     @property
     def last_step(self) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend_limits import check_backend
 from .backends import RowStats, attention
 from .config import ModelConfig, RopeScalingConfig
 from .linear import linear, through, untied
 from .norms import LayerScale, at_least_fp32, qk_norm
+from .ranges import check_backend
 
 Rope = tuple[Tensor, Tensor]  # cosine and signed sine of every position's angles
 Observe = Callable[[str, Tensor], None]  # receives (site, tensor) during a forward pass

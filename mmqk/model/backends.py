@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .backend_limits import check_backend
 from .config import ModelConfig
 from .norms import at_least_fp32
+from .ranges import check_backend
 
 _KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,

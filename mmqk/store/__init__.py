@@ -35,7 +35,6 @@ from mmqk.store.files import (
 )
 from mmqk.store.folder import (
     EXIT_CODES,
-    FINISHED,
     NoRun,
     RunFolder,
     Status,

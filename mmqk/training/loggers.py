@@ -212,13 +212,8 @@ def _mlflow(run: RunConfig, run_id: str | None) -> tuple[Logger, str, int | None
     import mlflow  # noqa: F401 (the import sets log levels)
     from lightning.pytorch.loggers import MLFlowLogger
 
-    for name in (
-        "alembic",
-        "mlflow",
-        "lightning.pytorch.loggers.mlflow",
-    ):  # they print messages while they set up a database
-        logging.getLogger(name).setLevel(logging.ERROR)
-
+    for name in ("alembic", "mlflow", "lightning.pytorch.loggers.mlflow"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they print messages while they set up a database
     given = os.environ.get("MLFLOW_TRACKING_URI")
     logger = MLFlowLogger(
         experiment_name=os.environ.get("MLFLOW_EXPERIMENT_NAME", "mmqk"),

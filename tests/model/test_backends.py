@@ -6,8 +6,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmqk.model import backends as kernels
-from mmqk.model.backend_limits import check_backend
 from mmqk.model.backends import kernel_name
+from mmqk.model.ranges import check_backend
 from tests.model.attend import attention
 
 B, H, T, K = 2, 4, 40, 8

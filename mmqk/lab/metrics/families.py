@@ -19,6 +19,7 @@ from mmqk.lab.metrics.outcomes import (
     weight_of,
 )
 from mmqk.lab.runs import Run
+from mmqk.model.config import ModelConfig
 
 RATE = "optim.lr"
 UNSTABLE_NATS = 0.1
@@ -141,6 +142,8 @@ def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measu
 # shorter, and 2 % of their steps is within the warm-up, so the share is a fifth.
 AT_SHARE = 0.2
 BLOCK = 0
+# Fields of the model that set its size.
+SHAPE = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff")
 FEWEST_FITTED = 3
 
 
@@ -152,17 +155,16 @@ def model_size(run: Run) -> float:
     per modality, one copy counts, because a token passes through one copy. NaN if the configuration does not define
     the size.
     """
-    model = run.setting("model", {})
-    try:
-        width, layers, heads = (int(model[name]) for name in ("d_model", "n_layers", "n_heads"))
-        head = int(model.get("d_head") or width // heads)
-        kv_heads = int(model.get("n_kv_heads") or heads)
-        gated = model.get("mlp", "swiglu") != "gelu"
-        hidden = int(model.get("d_ff") or (16 * math.ceil(8 * width / 3 / 16) if gated else 4 * width))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    stored = run.setting("model", {})
+    if not {"d_model", "n_layers", "n_heads"} <= stored.keys():
         return math.nan
-    attention = 2 * width * heads * head + 2 * width * kv_heads * head
-    return float(layers * (attention + (3 if gated else 2) * width * hidden))
+    try:
+        model = ModelConfig(**{name: stored[name] for name in (*SHAPE, "mlp") if name in stored})
+    except (TypeError, ValueError):
+        return math.nan
+    attention = 2 * (model.n_heads + model.kv_heads) * model.head_dim
+    mlp = (2 if model.mlp == "gelu" else 3) * model.mlp_width
+    return float(model.n_layers * model.d_model * (attention + mlp))
 
 
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:

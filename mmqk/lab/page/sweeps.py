@@ -17,7 +17,7 @@ import numpy as np
 
 from mmqk.lab.formatting import listed, short
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS
-from mmqk.lab.metrics.families import RATE, learning_rate, model_size
+from mmqk.lab.metrics.families import RATE, SHAPE, learning_rate, model_size
 from mmqk.lab.metrics.outcomes import final_loss, initial_loss, is_trained
 from mmqk.lab.page.arms import PALETTE
 from mmqk.lab.page.drawing import Figure, Line, Panel
@@ -28,7 +28,6 @@ from mmqk.lab.study import Study
 from mmqk.lab.verdicts.measure import middle
 from mmqk.store import flatten
 
-SIZE = ("model.d_model", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.d_head", "model.d_ff")
 FEWEST_RATES, MOST_SWEEPS, MOST_SIZES = 3, 3, 3
 Value = Callable[[Run], float]
 
@@ -73,7 +72,8 @@ def sweeps(study: Study) -> list[Sweep]:
 
 def _fixed(run: Run) -> dict[str, Any]:
     """Return the fields of a run that are equal in its sweep."""
-    return {k: v for k, v in flatten(run.identity).items() if k not in ("seed", RATE, *SIZE)}
+    sizes = [f"model.{name}" for name in SHAPE]
+    return {k: v for k, v in flatten(run.identity).items() if k not in ("seed", RATE, *sizes)}
 
 
 def learning_rates(study: Study) -> Figure | None:

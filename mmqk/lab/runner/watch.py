@@ -19,7 +19,7 @@ from mmqk.lab.runner.pool import Pool, Task
 from mmqk.progress import Progress
 from mmqk.store import Alarm, DamagedFile, NoRun, UserError
 from mmqk.store.folder import STATUS_NAME, read_ablation
-from mmqk.store.metrics import METRICS_NAME, parse_line, with_floats
+from mmqk.store.metrics import METRICS_NAME, parse_lines, with_floats
 
 TAIL_BYTES = 4 * 2**20
 # A run that wrote metrics within this time counts as running, even if its lock cannot be checked.
@@ -171,12 +171,12 @@ def newest(path: Path) -> tuple[int, dict[str, float], bool]:
     with open(path, "rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(start)
-        lines = file.read().split(b"\n")[:-1]  # the last line may still be incomplete
-    records = [parse_line(line) for line in lines[1 if start else 0 :]]
-    read = [with_floats(record) for record in records if record is not None]
+        content = file.read().rpartition(b"\n")[0]  # the last line may still be incomplete
+    records, damaged = parse_lines(content.partition(b"\n")[2] if start else content)
+    read = [with_floats(record) for record in records]
     step = max((record.pop("step") for record in read), default=0)
     values = {tag: value for record in read for tag, value in record.items() if isinstance(value, int | float)}
-    return step, values, len(read) < len(records)
+    return step, values, damaged
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
