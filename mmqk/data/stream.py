@@ -79,12 +79,16 @@ class Skips:
 class Account:
     """Counts what a process tried of one kind of documents, and what it could not use.
 
+    Args:
+        kind: pair, interleaved or text.
+        held_out: whether no shard may be skipped, because the validation set must be the same in all runs.
+
     Attributes:
         skips: receives what could not be used.
     """
 
-    def __init__(self, kind: str = "pair") -> None:
-        self.kind, self.skips = kind, Skips()
+    def __init__(self, kind: str = "pair", held_out: bool = False) -> None:
+        self.kind, self.held_out, self.skips = kind, held_out, Skips()
         self.tried = {"samples": 0, "shards": 0}
         self.bad = {"samples": 0, "shards": 0}
 
@@ -101,8 +105,10 @@ class Account:
         """Record that one of the ``what`` (samples or shards) cannot be used.
 
         Raises:
-            UserError: too many cannot be used.
+            UserError: too many cannot be used, or a held-out shard cannot.
         """
+        if self.held_out and what == "shards":
+            raise UserError(f"held-out {name} cannot be read ({reason}): repair it, or try again later")
         self.skips.skipped.append((name, reason))
         self.bad[what] += 1
         tried, bad = self.tried[what], self.bad[what]
@@ -295,7 +301,7 @@ class Stream:
             UserError: a held-out shard cannot be read, or too many samples cannot be used.
         """
         lanes = min(HELD_OUT_LANES, len(self.val))
-        account, found, size = _HeldOut(self.kind), list[np.ndarray](), 0
+        account, found, size = Account(self.kind, held_out=True), list[np.ndarray](), 0
         left = [Lane(self.val, self.encode, account, n, lanes, HELD_OUT_KEY, cache=self.cache) for n in range(lanes)]
         while left and (len(found) < documents or size < tokens):
             lane = left.pop(0)
@@ -308,15 +314,6 @@ class Stream:
         layout = layout_of(self.tokenizers)
         ids = np.concatenate([np.zeros(0, dtype=layout.dtype), *found]).astype(layout.dtype)
         return TokenStore(self.kind, layout, [ids], [np.array([len(document) for document in found])])
-
-
-class _HeldOut(Account):
-    """An account that lets no shard be skipped: the validation set must be the same in all runs."""
-
-    def skip(self, what: str, name: str, reason: str) -> None:
-        if what == "shards":
-            raise UserError(f"held-out {name} cannot be read ({reason}): repair it, or try again later")
-        super().skip(what, name, reason)
 
 
 class LaneRows:

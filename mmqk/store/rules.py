@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -104,16 +105,8 @@ class Rule:
 R = TypeVar("R", bound=Rule)
 
 
-class RuleOfEach(dict[str, R]):
-    """One rule for each series, by name; ``make`` returns the rule of a series that is new."""
-
-    def __init__(self, make: Callable[[], R]):
-        super().__init__()
-        self.make = make
-
-    def __missing__(self, name: str) -> R:
-        self[name] = self.make()
-        return self[name]
+class RuleOfEach(defaultdict[str, R]):
+    """One rule for each series, by name; its factory returns the rule of a series that is new."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all rules for a resume, as plain data."""

@@ -262,11 +262,8 @@ def chart_values(metrics: Mapping[str, float]) -> dict[str, float]:
 
     For two modalities these are at most 60 tags; metrics.jsonl has all values.
     """
-    kept = {}
-    for name, value in metrics.items():
-        parsed = parse_tag(name)
-        if parsed.statistic in _WHOLE and parsed.head is None and parsed.layer is None:
-            kept[name] = value
+    parsed = {name: parse_tag(name) for name in metrics}
+    kept = {name: metrics[name] for name, tag in parsed.items() if tag.statistic in _WHOLE and tag.layer is None}
     return kept | over_layers(metrics)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint
-from mmqk.config.fork import ForkConfig
+from mmqk.config.fork import CHANGES, ForkConfig
 from mmqk.config.run import NEWER, SECTIONS
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
@@ -190,11 +190,8 @@ def _record(
     return {
         "parent": parent,
         "changed": changed,
-        "skip_batches": fork.skip_batches,
+        **{name: getattr(fork, name) for name in CHANGES},
         "skip": list(fork.skipped),
-        "noise": fork.noise,
-        "seed": fork.seed,
-        "new_moments": fork.new_moments,
         "added": [{"name": name, "how": how} for name, how in carried.added.items()],
         "dropped": [{"name": name, "how": how} for name, how in carried.dropped.items()],
         "optimizer": optimizer,
