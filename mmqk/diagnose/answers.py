@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mmqk.bench.evidence import evidence
-from mmqk.diagnose.findings import Diagnosis, diagnose
+from mmqk.diagnose.findings import diagnose
 from mmqk.diagnose.logs import Log, read_log
 from mmqk.diagnose.names import mapping_of
 from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
@@ -28,7 +28,8 @@ from mmqk.store.formatting import plural, text_table
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS, MOST_LINES, WIDEST = 8, 20, 56  # departures; rows of a table; characters of a cell in the terminal
-Section = tuple[str, list[list[str]], list[str]]  # title, table with its head (left out without rows), notes
+Record = dict[str, Any]
+Section = tuple[str, list[Record], list[str]]  # title, rows of a table, notes
 
 
 @dataclass(frozen=True)
@@ -45,38 +46,51 @@ class Answer:
 
     title: str
     parts: list[Section]
-    record: dict[str, Any]
+    record: Record
     found: bool
     image: bytes | None = None
 
     def text(self) -> str:
         """Return the answer for the terminal; cells are cut at `WIDEST` characters, except in the last column."""
         lines = [self.title]
-        for title, table, notes in self.parts:
+        for title, rows, notes in self.parts:
             lines += ["", title.upper()]
             cut = [
                 [
                     cell if len(cell) <= WIDEST or i == len(row) - 1 else f"{cell[: WIDEST - 1]}…"
                     for i, cell in enumerate(map(one_line, row))
                 ]
-                for row in table
+                for row in _cells(rows)
             ]
-            lines += [f"  {row.rstrip()}" for row in text_table(cut, range(len(table[0])))] if table[1:] else []
+            lines += [f"  {row.rstrip()}" for row in text_table(cut, range(len(cut[0])))] if cut else []
             lines += [f"  {one_line(note)}" for note in notes]
         return "\n".join(lines)
 
     def page(self) -> str:
         """Return the answer as one HTML file."""
         image = None if self.image is None else base64.b64encode(self.image).decode()
-        content = {"title": self.title, "parts": self.parts, "image": image, "css": source("page.css")}
+        parts = [(title, _cells(rows), notes) for title, rows, notes in self.parts]
+        content = {"title": self.title, "parts": parts, "image": image, "css": source("page.css")}
         return render("diagnose.html", content, TEMPLATES)
+
+
+def _cells(rows: list[Record]) -> list[list[str]]:
+    """Return a table as text, first its head; empty without rows."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return number(value)
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        return "–" if value is None else f"{value:,}" if is_count else str(value)
+
+    return [list(rows[0]), *(list(map(cell, row.values())) for row in rows)] if rows else []
 
 
 def of_log(options: argparse.Namespace) -> Answer:
     """Diagnose one log."""
     log = read_log(options.files[0], mapping_of(options.map), options.step)
     found = diagnose(log)
-    return Answer(title_of(found), sections(found), asdict(found), found.found, figure(log, found))
+    return Answer(title_of(found), sections(found), found, found["found"], figure(log, found))
 
 
 def of_pair(options: argparse.Namespace) -> Answer:
@@ -139,13 +153,12 @@ def of_experiments(options: argparse.Namespace) -> Answer:
 
 def _answer(title: str, tables: dict[str, pd.DataFrame], notes: list[str], found: bool) -> Answer:
     """Return the answer of a way that finds tables."""
+    plain: dict[str, list[Any]] = {name: table.astype(object).to_dict("records") for name, table in tables.items()}
     parts: list[Section] = []
-    for name, table in ((name, table.astype(object)) for name, table in tables.items() if len(table)):
-        rows = [[number(c) if isinstance(c, float) else str(c) for c in row] for row in table.to_numpy().tolist()]
+    for name, rows in plain.items():
         more = [f"and {plural(len(rows) - MOST_LINES, 'row')} more"] if len(rows) > MOST_LINES else []
-        parts.append((name, [list(map(str, table)), *rows[:MOST_LINES]], more))
+        parts += [(name, rows[:MOST_LINES], more)] if rows else []
     parts += [("notes", [], notes)] if notes else []
-    plain: dict[str, Any] = {name: table.astype(object).to_dict("records") for name, table in tables.items()}
     return Answer(title, parts, {"title": title, "notes": notes, "found": found, **plain}, found)
 
 
@@ -154,132 +167,127 @@ def one_line(text: object) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 
-def title_of(found: Diagnosis) -> str:
+def events_of(found: Record) -> list[tuple[int, str]]:
+    """Return the facts, signs and lasting alarms of a log: the step and the words of each, the first one first."""
+    events = [(fact["step"], fact["name"]) for fact in found["facts"]]
+    events += [(kind["step"], f"sign of {kind['kind']}") for kind in found["kinds"]]
+    return sorted(events + [(a["step"], f"alarm {a['name']}") for a in found["alarms"] if a["lasting"]])
+
+
+def title_of(found: Record) -> str:
     """Return the first line: that no rule fired; else what fired first, and whether a series left its range before."""
-    name = one_line(Path(found.source).name)
-    if not found.found:
-        spikes = " but spikes, which a hard batch gives too" if found.alarms else ""
+    name = one_line(Path(found["source"]).name)
+    if not found["found"]:
+        spikes = " but spikes, which a hard batch gives too" if found["alarms"] else ""
         return f"{name}: no rule fired{spikes}"
-    events = [(f.step, f.name) for f in found.facts] + [(k.step, f"sign of {k.kind}") for k in found.kinds]
-    events += [(a.step, f"alarm {a.name}") for a in found.alarms if a.lasting]
-    step, what = min(events)
-    if found.departures and (left := found.departures[0]).step < step:
-        return f"{name}: first at step {left.step:,}: {one_line(left.tag)} left its range; at step {step:,}: {what}"
+    step, what = events_of(found)[0]
+    if found["departures"] and (left := found["departures"][0])["step"] < step:
+        first = f"{one_line(left['tag'])} left its range"
+        return f"{name}: first at step {left['step']:,}: {first}; at step {step:,}: {what}"
     return f"{name}: first at step {step:,}: {what}"
 
 
-def sections(found: Diagnosis) -> list[Section]:
+def sections(found: Record) -> list[Section]:
     """Return the parts of the answer, in the order in which they are read."""
-    steps = f"steps {found.first_step:,} to {found.last_step:,}"
-    used = ", ".join(f"{column} = {tag}" if column != tag else tag for column, tag in [*found.columns.items()][:6])
-    more = f", and {len(found.columns) - 6} more" if len(found.columns) > 6 else ""
-    unused = [f"Not recognized: {', '.join(found.unused[:6])}; name a column with --map TAG=COLUMN."]
-    parts: list[Section] = [
-        ("The log", [], [f"{found.format}, {steps}. Read: {used}{more}.", *unused[: len(found.unused)], *found.notes])
-    ]
-    parts[0][2].extend(found.warnings)
-    parts += _events(found)
-    parts.append(("Nearest failure of the zoo", [], [_near(found)]))
-    if e := found.experiment:
+    steps = f"steps {found['first_step']:,} to {found['last_step']:,}"
+    columns = [f"{column} = {tag}" if column != tag else tag for column, tag in found["columns"].items()]
+    more = f", and {len(columns) - 6} more" if len(columns) > 6 else ""
+    notes = [f"{found['format']}, {steps}. Read: {', '.join(columns[:6])}{more}."]
+    if unused := found["unused"]:
+        notes.append(f"Not recognized: {', '.join(unused[:6])}; name a column with --map TAG=COLUMN.")
+    parts: list[Section] = [("The log", [], [*notes, *found["notes"], *found["warnings"]]), *_events(found)]
+    parts.append(("Nearest failure of the zoo", [], [_near(found["nearest"])]))
+    if e := found["experiment"]:
         apart = f"{e['what']}: gone would speak for {e['gone']}, remains for {e['remains']}. {e['command']}."
         said = apart if e["what"] else "No experiment in the table tells them apart."
         parts.append((f"What would tell {e['between'][0]} and {e['between'][1]} apart", [], [said]))
-        rows = [[r["change"], r["measured"]] for r in found.remedies]
-        parts.append(
-            (f"Remedies against {found.kinds[0].kind}", [["change", "switched on in a run that fails"], *rows], [])
-        )
-    rows = [[m["statistic"], m["decides"], f"{m['more']:+d}", m["how"]] for m in found.missing]
-    last = f"Log next: {found.missing[0]['statistic']}." if rows else "It has all statistics that the signs read."
-    head = ["not logged", "would decide", "more runs named right", "how"]
-    parts.append(("What this log cannot tell", [head, *rows], [last]))
-    return parts
-
-
-def _events(found: Diagnosis) -> list[Section]:
-    """Return the tables of facts, departures, alarms and signs."""
-    rates = ["faults found", "healthy accused"]
+        rows = [{"change": r["change"], "switched on in a run that fails": r["measured"]} for r in found["remedies"]]
+        parts.append((f"Remedies against {found['kinds'][0]['kind']}", rows, []))
     rows = [
-        [f"{f.step:,}", f.name, f.series, number(f.value), "–" if f.before is None else number(f.before),
-         "{hits} of {faults}".format(**found.fact_rates[f.name]),
-         "{accused} of {healthy}".format(**found.fact_rates[f.name])]
-        for f in found.facts
+        {"not logged": m["statistic"], "would decide": m["decides"], "more runs named right": f"{m['more']:+d}",
+         "how": m["how"]}
+        for m in found["missing"]
     ]  # fmt: skip
-    head = ["step", "fact", "series", "value", "before", *rates]
-    notes = [f"{f.name}: {f.meaning}." for f in found.facts] or ["None."]
-    parts: list[Section] = [("Plain facts", [head, *rows], notes)]
-    head = ["step", "series", "value", "its past", "limit", "back at", *rates]
+    last = f"Log next: {rows[0]['not logged']}." if rows else "It has all statistics that the signs read."
+    return [*parts, ("What this log cannot tell", rows, [last])]
+
+
+def _events(found: Record) -> list[Section]:
+    """Return the tables of facts, departures, alarms and signs."""
+    hits, accused = "{hits} of {faults}", "{accused} of {healthy}"
     rows = [
-        [f"{d.step:,}", d.tag, number(d.value), number(d.before), number(d.limit), f"{d.back:,}" if d.back else "–",
-         "{} of {}".format(*found.departure_rates[parse_tag(d.tag).statistic][:2]),
-         "{} of {}".format(*found.departure_rates[parse_tag(d.tag).statistic][2:])]
-        for d in found.departures[:MOST_ROWS]
+        {"step": f["step"], "fact": f["name"], "series": f["series"], "value": f["value"], "before": f["before"],
+         "faults found": hits.format(**found["fact_rates"][f["name"]]),
+         "healthy accused": accused.format(**found["fact_rates"][f["name"]])}
+        for f in found["facts"]
+    ]  # fmt: skip
+    notes = [f"{f['name']}: {f['meaning']}." for f in found["facts"]] or ["None."]
+    parts: list[Section] = [("Plain facts", rows, notes)]
+    rows = [
+        {"step": d["step"], "series": d["tag"], "value": d["value"], "its past": d["before"], "limit": d["limit"],
+         "back at": d["back"],
+         "faults found": "{} of {}".format(*found["departure_rates"][parse_tag(d["tag"]).statistic][:2]),
+         "healthy accused": "{} of {}".format(*found["departure_rates"][parse_tag(d["tag"]).statistic][2:])}
+        for d in found["departures"][:MOST_ROWS]
     ]  # fmt: skip
     note = (
         "On the bench some series left its range in {} of {} runs with a fault and in {} of {} healthy ones; the series"
         " and the rule of three values were chosen with those runs in view, so expect worse."
     )
-    said = note.format(*found.departure_rates["any"]) if rows else "No series left its range."
-    parts.append(("What left its range first (each series against its own past)", [head, *rows], [said]))
-    head = ["step", "alarm", "series", "value", "threshold", "begins", *rates, "10,000 steps"]
+    said = note.format(*found["departure_rates"]["any"]) if rows else "No series left its range."
+    parts.append(("What left its range first (each series against its own past)", rows, [said]))
     rows = [
-        [f"{a.step:,}", a.name, a.series, number(a.value), number(a.threshold), f"{a.count}×",
-         "no such fault" if a.name == "non_finite" else f"{a.bench['hits']} of {a.bench['faults']}",
-         f"{a.bench['accused']} of {a.bench['healthy']}",
-         "not scored" if a.late is None else "{hits} of {faults}, {accused} of {healthy}".format(**a.late)]
-        for a in found.alarms
+        {"step": a["step"], "alarm": a["name"], "series": a["series"], "value": a["value"],
+         "threshold": a["threshold"], "begins": f"{a['count']}×",
+         "faults found": "no such fault" if a["name"] == "non_finite" else hits.format(**a["bench"]),
+         "healthy accused": accused.format(**a["bench"]),
+         "10,000 steps": "not scored" if a["late"] is None else f"{hits}, {accused}".format(**a["late"])}
+        for a in found["alarms"]
     ]  # fmt: skip
-    parts.append(("Alarms", [head, *rows], [] if rows else ["No alarm fired."]))
-    head = ["step", "kind", "series", "reading", "limit", "right when named first", "healthy accused", "found"]
+    parts.append(("Alarms", rows, [] if rows else ["No alarm fired."]))
     rows = [
-        [f"{k.step:,}", k.kind, k.series, number(k.value), number(k.limit),
-         f"{k.bench['right']} of {k.bench['named']}", f"{k.bench['accused']} of {k.bench['healthy']}",
-         f"{k.bench['right']} of {k.bench['runs']}"]
-        for k in found.kinds
+        {"step": k["step"], "kind": k["kind"], "series": k["series"], "reading": k["value"], "limit": k["limit"],
+         "right when named first": "{right} of {named}".format(**k["bench"]),
+         "healthy accused": accused.format(**k["bench"]), "found": "{right} of {runs}".format(**k["bench"])}
+        for k in found["kinds"]
     ]  # fmt: skip
-    notes = [f"{k.kind}: {k.meaning}." for k in found.kinds] or ["No sign of a kind of fault."]
-    notes += [f"Not read: the sign of {row['kind']} ({row['statistic']}): {row['why']}." for row in found.not_read]
-    parts.append(("Kinds of fault whose signs fired", [head, *rows], notes))
-    return parts
+    notes = [f"{k['kind']}: {k['meaning']}." for k in found["kinds"]] or ["No sign of a kind of fault."]
+    notes += ["Not read: the sign of {kind} ({statistic}): {why}.".format(**row) for row in found["not_read"]]
+    return [*parts, ("Kinds of fault whose signs fired", rows, notes)]
 
 
-def _near(found: Diagnosis) -> str:
+def _near(nearest: Record) -> str:
     """Return what is said of the nearest failure of the zoo."""
-    n, near = found.nearest, evidence()["near"]
-    if n.why:
-        return f"Not compared: {n.why}."
-    verdict = f"{n.failure} is near" if n.near else "None is near"
-    said = f"{verdict}: {n.failure} at distance {n.distance}, then {n.next} at {n.next_distance}; near is {n.limit}."
-    right, wrong, other, healthy = ("{} of {}".format(*near[key]) for key in ("right", "wrong", "other", "healthy"))
-    said += (
-        f" Of judged runs of the bench with a fault of the zoo, the near failure was right in {right} and wrong in"
-        f" {wrong}; a failure was near in {other} runs with another fault and in {healthy} healthy runs. What"
+    if nearest["why"]:
+        return f"Not compared: {nearest['why']}."
+    verdict = "{failure} is near" if nearest["near"] else "None is near"
+    said = f"{verdict}: {{failure}} at distance {{distance}}, then {{next}} at {{next_distance}}; near is {{limit}}."
+    rates = {key: "{} of {}".format(*count) for key, count in evidence()["near"].items() if key != "limit"}
+    return said.format(**nearest) + (
+        " Of judged runs of the bench with a fault of the zoo, the near failure was right in {right} and wrong in"
+        " {wrong}; a failure was near in {other} runs with another fault and in {healthy} healthy runs. What"
         " is compared was chosen with those runs in view, so expect worse."
-    )
-    return said
+    ).format(**rates)
 
 
-def figure(log: Log, found: Diagnosis) -> bytes | None:
+def figure(log: Log, found: Record) -> bytes | None:
     """Draw the losses and, below, the first series that left its range and is no loss; mark what fired. PNG."""
     losses = [t for t in map(str, log.metrics) if t.startswith("loss/")] or ["loss"]
-    first = next((d for d in found.departures if not d.tag.startswith("loss")), None)
-    panels: list[list[str]] = [losses[:6], *([[first.tag]] if first else [])]
-    events = [
-        *(f.step for f in found.facts),
-        *(k.step for k in found.kinds),
-        *(a.step for a in found.alarms if a.lasting),
-    ]
+    left = [(d["tag"], d["step"]) for d in found["departures"]]
+    others = [tag for tag, _ in left if not tag.startswith("loss")]
+    panels = [losses[:6], *([tag] for tag in others[:1])]
     with matplotlib.rc_context(RC):
         canvas = Figure(figsize=(9.5, 2.9 * len(panels)), layout="constrained")
         for axes, tags in zip(canvas.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
             for color, tag in zip(PALETTE, tags, strict=False):
                 series = log.metrics[tag].replace(np.inf, np.nan).dropna()
                 axes.plot(series.index, series.to_numpy(), color=color, lw=1.1, label=one_line(tag)[:60])
-            for departure in [d for d in found.departures if d.tag in tags]:
-                axes.axvline(departure.step, color="#59636e", lw=1, ls=":")
-            for event in events:
-                axes.axvline(event, color="#a3262a", lw=1, alpha=0.6)
+            for step in [step for tag, step in left if tag in tags]:
+                axes.axvline(step, color="#59636e", lw=1, ls=":")
+            for step, _ in events_of(found):
+                axes.axvline(step, color="#a3262a", lw=1, alpha=0.6)
             positive = all((log.metrics[tag].dropna() > 0).all() for tag in tags)
-            axes.set(xlabel="optimizer step", yscale="log" if positive and first and tags == [first.tag] else "linear")
+            axes.set(xlabel="optimizer step", yscale="log" if positive and tags == others[:1] else "linear")
             axes.yaxis.set_major_formatter(short)
             axes.legend(frameon=False, loc="upper right", fontsize=9)
         png = io.BytesIO()

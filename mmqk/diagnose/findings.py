@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pandas as pd
 import yaml
 
 from mmqk.bench.evidence import Rates, evidence, nearest, shape
-from mmqk.bench.facts import Departure, Fact, departures, facts
+from mmqk.bench.facts import departures, facts
 from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope
 from mmqk.bench.traces import LASTING, alarms_in
 from mmqk.diagnose.logs import Log
@@ -28,97 +28,7 @@ from mmqk.store import Alarm, AlarmRules, find_file, parse_tag
 ANY_LOG = ("loss", "lr", "grad_norm", "tokens_per_s")  # statistics that are not of the model
 BENCH_STEPS = 600  # length of the runs on which rates were measured
 FEWEST_LOSSES = 100  # that the rules on the loss need
-
-
-@dataclass(frozen=True)
-class Fired:
-    """An alarm rule that fired: its first alarm, how many began, and its rates (`Rates.alarm`); ``late``: the same for
-    the runs of 10,000 steps, None if it was not scored there."""
-
-    name: str
-    step: int
-    series: str
-    value: float
-    threshold: float
-    sentence: str
-    count: int
-    lasting: bool
-    bench: dict[str, int]
-    late: dict[str, int] | None
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A sign that fired: the kind it names, where, its reading, and its rates (`Rates.sign`) where it comes first."""
-
-    kind: str
-    step: int
-    series: str
-    value: float
-    limit: float
-    meaning: str
-    bench: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Nearest:
-    """The nearest failure of the zoo; ``limit``: the distance within which no healthy run of the side "develop" is,
-    ``near``: whether the run is within; ``why`` it was not compared, else empty."""
-
-    failure: str = ""
-    distance: float | None = None
-    next: str = ""
-    next_distance: float | None = None
-    limit: float | None = None
-    near: bool = False
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The content of diagnosis.json.
-
-    Attributes:
-        source, format, columns, unused, notes: as in `mmqk.diagnose.logs.Log`.
-        first_step, last_step, every: the steps of the log, and the median distance of its losses.
-        warnings: why the rates may not hold for this log.
-        facts: the plain facts, the first one first.
-        fact_rates: for each of them, the judged runs of the bench with a fault that show it, and the healthy ones.
-        departures: the series that left their range, the first one first.
-        departure_rates: for each of their statistics, and "any": the judged runs with a fault in which it left its
-            range after the fault, all of these runs, the healthy runs in which it did, and all of these.
-        alarms: alarm rules that fired, the first one first.
-        kinds: signs that fired, the first one first.
-        not_read: signs whose statistic the log has and that do not hold for it, and why.
-        nearest: the nearest failure of the zoo.
-        experiment: what would tell the two kinds of ``between`` apart; empty without a kind.
-        remedies: what was tried against the first kind, with what it did; a row each.
-        missing: statistics that the log lacks, the one to log next first; ``more`` is the number of judged runs that
-            the signs would name right in addition.
-        found: whether there is a fact, or a sign or a lasting alarm fired.
-    """
-
-    source: str
-    format: str
-    first_step: int
-    last_step: int
-    every: float
-    columns: dict[str, str]
-    unused: list[str]
-    notes: list[str]
-    warnings: list[str]
-    facts: list[Fact]
-    fact_rates: dict[str, dict[str, int]]
-    departures: list[Departure]
-    departure_rates: dict[str, list[int]]
-    alarms: list[Fired]
-    kinds: list[Kind]
-    not_read: list[dict[str, str]]
-    nearest: Nearest
-    experiment: dict[str, Any] = field(default_factory=dict)
-    remedies: list[dict[str, Any]] = field(default_factory=list)
-    missing: list[dict[str, Any]] = field(default_factory=list)
-    found: bool = False
+COUNTS = ("hits", "faults", "accused", "healthy")
 
 
 @cache
@@ -128,56 +38,77 @@ def tables() -> dict[str, Any]:
     return content
 
 
-def diagnose(log: Log) -> Diagnosis:
-    """Return what a log shows."""
+def diagnose(log: Log) -> dict[str, Any]:
+    """Return what a log shows, the content of diagnosis.json.
+
+    - source, format, columns, unused, notes: as in `mmqk.diagnose.logs.Log`.
+    - first_step, last_step, every: the steps of the log, and the median distance of its losses.
+    - warnings: why the rates may not hold for this log.
+    - facts: the plain facts (`mmqk.bench.facts.Fact`), the first one first.
+    - fact_rates: for each of them, the judged runs of the bench with a fault that show it, and the healthy ones.
+    - departures: the series that left their range (`Departure`), the first one first.
+    - departure_rates: for each of their statistics, and "any": the judged runs with a fault in which it left its range
+      after the fault, all of these runs, the healthy runs in which it did, and all of these.
+    - alarms: the first alarm of each rule that fired, the first one first; its ``count``; whether it is ``lasting``;
+      its rates on the ``bench`` (`Rates.alarm`) and ``late``, on runs of 10,000 steps, None if it was not scored there.
+    - kinds: signs that fired, the first one first; ``bench``: the rates (`Rates.sign`) where the sign comes first.
+    - not_read: signs whose statistic the log has and that do not hold for it, and why.
+    - nearest: the nearest ``failure`` of the zoo; ``limit``: the distance within which no healthy run of the side
+      "develop" is, ``near``: whether the run is within; ``why`` it was not compared, else empty.
+    - experiment: what would tell the two kinds of ``between`` apart; empty without a kind.
+    - remedies: what was tried against the first kind, with what it did; a row each.
+    - missing: statistics that the log lacks, the one to log next first; ``more`` is the number of judged runs that the
+      signs would name right in addition.
+    - found: whether there is a fact, or a sign or a lasting alarm fired.
+    """
     metrics = log.metrics
     statistics = {parse_tag(tag).statistic for tag in metrics}
     losses = metrics[[tag for tag in metrics if str(tag) == "loss" or str(tag).startswith("loss/")]].dropna(how="all")
     every = float(np.median(np.diff(losses.index))) if len(losses) > 1 else 1.0
     split = any(str(tag).startswith("loss/") for tag in metrics)
     rates = Rates("judge", statistics, every, split)
-    left = departures(metrics, evidence()["departures"])
-    of_left = {parse_tag(one.tag).statistic for one in left}
-    fired = _alarms(log, rates)
-    found = findings(metrics)
-    kinds = [_kind(finding, rates, statistics) for finding in found]
+    left, plain, alarms = departures(metrics, evidence()["departures"]), facts(metrics), _alarms(log, rates)
+    kinds = [_kind(finding, rates, statistics) for finding in findings(metrics)]
+    named = list(dict.fromkeys(kind["kind"] for kind in kinds))
     skipped = [(sign, out_of_scope(sign, metrics)) for sign in SIGNS]
-    named = list(dict.fromkeys(kind.kind for kind in kinds))
-    plain = facts(metrics)
-    is_finding = bool(plain or kinds) or any(one.lasting for one in fired)
-    return Diagnosis(
-        source=log.source,
-        format=log.format,
-        first_step=int(metrics.index[0]),
-        last_step=int(metrics.index[-1]),
-        every=every,
-        columns=log.columns,
-        unused=log.unused,
-        notes=log.notes,
-        warnings=_warnings(log, every, statistics, split),
-        facts=plain,
-        fact_rates={fact.name: evidence()["facts"][fact.name] for fact in plain},
-        departures=left,
-        departure_rates={name: rate for name, rate in evidence()["departed"].items() if name in [*of_left, "any"]},
-        alarms=fired,
-        kinds=kinds,
-        not_read=[{"kind": s.kind, "statistic": s.statistic, "why": why} for s, why in skipped if why],
-        nearest=_nearest(metrics, is_finding),
-        experiment=_experiment(named),
-        remedies=_remedies(named[0]) if named else [],
-        missing=_missing(metrics, statistics, every, split, rates),
-        found=is_finding,
-    )
+    of_left = {"any", *(parse_tag(one.tag).statistic for one in left)}
+    found = bool(plain or kinds) or any(alarm["lasting"] for alarm in alarms)
+    return {
+        "source": log.source,
+        "format": log.format,
+        "first_step": int(metrics.index[0]),
+        "last_step": int(metrics.index[-1]),
+        "every": every,
+        "columns": log.columns,
+        "unused": log.unused,
+        "notes": log.notes,
+        "warnings": _warnings(log, every, statistics, split),
+        "facts": [asdict(fact) for fact in plain],
+        "fact_rates": {fact.name: evidence()["facts"][fact.name] for fact in plain},
+        "departures": [asdict(departure) for departure in left],
+        "departure_rates": {name: rate for name, rate in evidence()["departed"].items() if name in of_left},
+        "alarms": alarms,
+        "kinds": kinds,
+        "not_read": [{"kind": s.kind, "statistic": s.statistic, "why": why} for s, why in skipped if why],
+        "nearest": _nearest(metrics, found),
+        "experiment": _experiment(named),
+        "remedies": _remedies(named[0]) if named else [],
+        "missing": _missing(metrics, statistics, every, split, rates),
+        "found": found,
+    }
 
 
-def _kind(finding: Finding, rates: Rates, statistics: set[str]) -> Kind:
+def _kind(finding: Finding, rates: Rates, statistics: set[str]) -> dict[str, Any]:
     sign, meaning = finding.sign, finding.sign.meaning
     if sign.kind == "data" and statistics <= set(ANY_LOG):
         meaning = "a loss rose at once; this log has no statistic of the model that could have done so before it"
-    return Kind(sign.kind, finding.step, finding.series, finding.value, sign.above, meaning, rates.sign(sign.name))
+    return {
+        "kind": sign.kind, "step": finding.step, "series": finding.series, "value": finding.value,
+        "limit": sign.above, "meaning": meaning, "bench": rates.sign(sign.name),
+    }  # fmt: skip
 
 
-def _alarms(log: Log, rates: Rates) -> list[Fired]:
+def _alarms(log: Log, rates: Rates) -> list[dict[str, Any]]:
     """Return the alarm rules that fire, each with its first alarm."""
     metrics, planned = log.metrics, log.config.get("trainer.max_steps")
     warmup = log.config.get("optim.warmup_steps")
@@ -188,13 +119,16 @@ def _alarms(log: Log, rates: Rates) -> list[Fired]:
     for alarm in alarms_in(metrics, AlarmRules(warmup, length)):
         found.setdefault(alarm.name, []).append(alarm)
     scores = json.loads(find_file("reports/bench/late.json").read_text(encoding="utf-8"))
-    late = {row["rule"].removeprefix("alarm "): row for row in scores}
-    fired = []
-    for name, (a, *more) in found.items():
-        of_late = {k: late[name][k] for k in ("hits", "faults", "accused", "healthy")} if name in late else None
-        of = (a.step, a.tag, a.value, a.threshold, a.sentence, 1 + len(more), name in LASTING, rates.alarm(name))
-        fired.append(Fired(name, *of, of_late))
-    return sorted(fired, key=lambda one: one.step)
+    late = {row["rule"].removeprefix("alarm "): {name: row[name] for name in COUNTS} for row in scores}
+    rows = [
+        {
+            "name": name, "step": first.step, "series": first.tag, "value": first.value, "threshold": first.threshold,
+            "sentence": first.sentence, "count": 1 + len(more), "lasting": name in LASTING,
+            "bench": rates.alarm(name), "late": late.get(name),
+        }
+        for name, (first, *more) in found.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: row["step"])
 
 
 def _warmup(lr: pd.Series) -> int:
@@ -229,16 +163,18 @@ def _warnings(log: Log, every: float, statistics: set[str], split: bool) -> list
     return found
 
 
-def _nearest(metrics: pd.DataFrame, found: bool) -> Nearest:
-    if not found:
-        return Nearest(why="no rule fired")
-    own = shape(metrics)
+def _nearest(metrics: pd.DataFrame, found: bool) -> dict[str, Any]:
+    own = shape(metrics) if found else None
     if own is None:
-        return Nearest(why="it needs the loss, grad_norm and attn_logit_absmax at 20 steps or more")
+        few = "it needs the loss, grad_norm and attn_logit_absmax at 20 steps or more" if found else "no rule fired"
+        names = ("failure", "distance", "next", "next_distance", "limit", "near", "why")
+        return dict(zip(names, ("", None, "", None, None, False, few), strict=True))
     (first, distance), (second, other), *_ = nearest(own, evidence()["zoo"])
     limit = evidence()["near"]["limit"]
-    near = distance <= limit and first != "healthy"
-    return Nearest(first, round(distance, 3), second, round(other, 3), limit, near)
+    return {
+        "failure": first, "distance": round(distance, 3), "next": second, "next_distance": round(other, 3),
+        "limit": limit, "near": distance <= limit and first != "healthy", "why": "",
+    }  # fmt: skip
 
 
 def _experiment(kinds: list[str]) -> dict[str, Any]:

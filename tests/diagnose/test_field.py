@@ -56,8 +56,8 @@ def test_a_line_without_a_loss_is_not_a_nan_if_the_iteration_was_skipped(tmp_pat
 )  # fmt: skip
 def test_the_first_alarm_is_at_the_first_nan_and_healthy_logs_have_none(name, fired):
     found = diagnose(read_log(LOGS / name))
-    assert found.found == (fired is not None)
-    assert [alarm.step for alarm in found.alarms[:1]] == ([] if fired is None else [fired])
+    assert found["found"] == (fired is not None)
+    assert [alarm["step"] for alarm in found["alarms"][:1]] == ([] if fired is None else [fired])
 
 
 def test_the_kept_answers_are_those_of_every_log():
@@ -65,5 +65,5 @@ def test_the_kept_answers_are_those_of_every_log():
     assert sorted(kept) == sorted(path.name for path in LOGS.iterdir() if path.suffix != ".md")
     for name in ("02_torchtitan_fp8.txt", "11_lightning_stalled.csv"):
         assert [line for line in kept[name]["mmqk"] if line.startswith("alarm")] == [
-            f"alarm {a.name}: {a.series} at step {a.step}" for a in diagnose(read_log(LOGS / name)).alarms
+            f"alarm {a['name']}: {a['series']} at step {a['step']}" for a in diagnose(read_log(LOGS / name))["alarms"]
         ]

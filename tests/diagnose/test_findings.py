@@ -85,18 +85,18 @@ def test_a_loss_alone_that_becomes_nan():
     metrics = table()[["loss"]]
     metrics.loc[400:, "loss"] = np.inf
     found = diagnose(log(metrics))
-    assert found.found and {a.name for a in found.alarms} == {"non_finite", "divergence"}
-    assert all(a.series == "loss" and a.step == 400 for a in found.alarms)
-    assert found.departures[0].step == 400 and found.departures[0].back is None
-    assert {"lr", "grad_norm", "attn_logit_absmax"} <= {row["statistic"] for row in found.missing}
+    assert found["found"] and {a["name"] for a in found["alarms"]} == {"non_finite", "divergence"}
+    assert all(a["series"] == "loss" and a["step"] == 400 for a in found["alarms"])
+    assert found["departures"][0]["step"] == 400 and found["departures"][0]["back"] is None
+    assert {"lr", "grad_norm", "attn_logit_absmax"} <= {row["statistic"] for row in found["missing"]}
 
 
 @pytest.mark.parametrize(("first", "kinds"), [(1, ["warm-up"]), (100, [])])
 def test_a_sign_of_the_first_value_needs_the_start_of_the_run(first, kinds):
     metrics = table(lr=np.linspace(0.01, 0.001, 600)).loc[first:]
     found = diagnose(log(metrics))
-    assert [kind.kind for kind in found.kinds] == kinds
-    assert (first == 1) != any(row["kind"] == "warm-up" for row in found.not_read)
+    assert [kind["kind"] for kind in found["kinds"]] == kinds
+    assert (first == 1) != any(row["kind"] == "warm-up" for row in found["not_read"])
 
 
 @pytest.mark.parametrize(("first", "steps", "kinds"), [(8, 600, ["leak"]), (11, 600, []), (8, 6000, [])])
@@ -104,8 +104,8 @@ def test_a_limit_of_the_bench_holds_for_runs_of_its_size(first, steps, kinds):
     index = np.arange(1, steps + 1)
     metrics = pd.DataFrame({"loss": first * (0.3 + 0.7 * np.exp(-index / (steps / 3)))}, index=index)
     found = diagnose(log(metrics))
-    assert [kind.kind for kind in found.kinds] == kinds
-    assert (not kinds) == any(row["kind"] == "leak" for row in found.not_read)
+    assert [kind["kind"] for kind in found["kinds"]] == kinds
+    assert (not kinds) == any(row["kind"] == "leak" for row in found["not_read"])
 
 
 def test_a_slow_warm_up_is_no_rise_of_the_rate():
@@ -127,12 +127,12 @@ def test_departures_find_the_planted_step_and_its_end():
 
 
 def test_a_thin_log_says_that_the_rates_may_not_hold():
-    thin, full = (diagnose(log(table().iloc[k - 1 :: k])).warnings for k in (10, 1))
+    thin, full = (diagnose(log(table().iloc[k - 1 :: k]))["warnings"] for k in (10, 1))
     assert "every 10 steps" in thin[0] and full == []
 
 
 def test_a_short_log_says_that_silence_means_nothing():
-    short, full = (diagnose(log(table().iloc[:n])).warnings for n in (15, 600))
+    short, full = (diagnose(log(table().iloc[:n]))["warnings"] for n in (15, 600))
     assert any("has 15 losses" in text for text in short) and not any("losses, and the rules" in text for text in full)
 
 
@@ -192,7 +192,7 @@ def test_the_evidence_is_that_of_the_packs():
     for arm, kind in {"healthy": "", "rate-middle": "rate", "loud-head": "logits", "new-moments": "moments"}.items():
         trace = next(t for t in traces.values() if (t.run.arm, t.run.seed) == (arm, 1))
         found = diagnose(log(trace.metrics))
-        assert found.found == bool(kind) and [k.kind for k in found.kinds][:1] == ([kind] if kind else [])
+        assert found["found"] == bool(kind) and [k["kind"] for k in found["kinds"]][:1] == ([kind] if kind else [])
 
 
 # Plain facts ------------------------------------------------------------------------------------------------
