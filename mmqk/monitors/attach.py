@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from mmqk.distributed import first_of_ranks, rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
 from mmqk.monitors.collect import Statistics
-from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
-from mmqk.monitors.foreign.isolate import copied
+from mmqk.monitors.foreign.inputs import Inputs, LastCall
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.output import Log, Output, missing_series, restored_note, summary_parts, warn_of_absent
 from mmqk.monitors.foreign.probe import Prober
@@ -30,8 +29,6 @@ from mmqk.monitors.modalities import Modality, modalities_of
 from mmqk.monitors.modules import unwrapped
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
 
 # The first probe runs at this step at the latest: early enough to report a user error soon, late enough to time the
 # steps before it.
@@ -174,7 +171,7 @@ class Watch:
         self.losses.end_step(self.steps, loss, self.prober.device)
         call = None
         try:
-            is_copy, call = self._last_call.is_copy, self._last_call.take()
+            is_copy, call = self._last_call.is_copy, self._last_call.take(self.model)
             if is_due:
                 values |= self._values(call, is_copy)
         except Exception as error:
@@ -219,7 +216,7 @@ class Watch:
         `Statistics.flat` converts them to ``{tag: number}``.
         """
         self.prober.autocast = self._last_call.autocast
-        return self.prober.probe(*copied((), inputs, unwrapped(self.model)))
+        return self.prober.probe(Inputs(self.model, (), inputs))
 
     def close(self, status: str = "completed") -> None:
         """Remove the hook and close the files; a second call does nothing.
@@ -234,18 +231,18 @@ class Watch:
             self._write({}, None)
         self._hook.remove()
         self._last_call.unwrap(self.model)
-        self._last_call.take()
+        self._last_call.take(self.model)
         if self.updates is not None:
             self.updates.close()
         self.output.close(self.steps, status)
 
     # The probe
 
-    def _values(self, call: Arguments | None, is_copy: bool) -> dict[str, float]:
+    def _values(self, call: Inputs | None, is_copy: bool) -> dict[str, float]:
         """Return the numbers of a probe of the last call; empty if its batch is empty or no copy on any rank."""
         if call is not None:
-            self._last_call.check(*call)
-        ids = None if call is None else find_ids(named_inputs(self.model, *call))
+            self._last_call.check(call)
+        ids = None if call is None else call.ids
         is_empty = ids is not None and not ids[1].is_nested and not ids[1].numel()
         uncalled, self._overdue = agreed(self.prober.device, call is None, is_empty or not is_copy)
         if uncalled or call is None:
@@ -259,7 +256,7 @@ class Watch:
         self._tried = True
         start = 0.0 if self._summarized else self._synchronized_time()
         self.prober.autocast = self._last_call.autocast
-        values = self.prober.probe(*call).flat()
+        values = self.prober.probe(call).flat()
         assert self.layers is not None
         values["attn_layers_seen"] = self.layers.seen
         values["attn_layers_hidden"] = len(self.layers.hidden)
@@ -268,7 +265,7 @@ class Watch:
             self._summarized = True
         return values
 
-    def _write(self, values: dict[str, float], call: Arguments | None) -> None:
+    def _write(self, values: dict[str, float], call: Inputs | None) -> None:
         """Write and log the numbers of this step and the losses since the last call, and check them for alarms."""
         lines = self.losses.lines()
         if values:
@@ -280,7 +277,7 @@ class Watch:
         for step, line in lines.items() if rank() == 0 else ():
             self.output.write(step, line, step == self.steps, site)
 
-    def _bad_site(self, call: Arguments | None) -> str | None:
+    def _bad_site(self, call: Inputs | None) -> str | None:
         """Return the first place that is not finite, on the first rank that has one: a gradient, which the update
         wrote into the weights, or else a weight, or the output of a module; None with FSDP."""
         if any(isinstance(p, DTensor) for p in self.model.parameters()) or any(
@@ -290,7 +287,7 @@ class Watch:
         site = None if self.updates is None else self.updates.bad_gradient
         if site is None and call is not None:
             with contextlib.suppress(Exception):  # the forward may fail on these values; training goes on
-                site = self.prober.bad_site(*call)
+                site = self.prober.bad_site(call)
         return first_of_ranks(site)
 
     def _skip(self, error: Exception) -> None:
@@ -306,7 +303,7 @@ class Watch:
             flush=True,
         )
 
-    def _attention_note(self, call: Arguments) -> str:
+    def _attention_note(self, call: Inputs) -> str:
         """Return a note of the QK-Norm, scale and cap of the attention calls; empty if they cannot be read, or with
         several ranks."""
         from mmqk.monitors.preflight.reading import fingerprint, read_calls
@@ -314,8 +311,7 @@ class Watch:
         if world_size() > 1:
             return ""
         with contextlib.suppress(Exception):  # a model may refuse a forward pass with gradients in evaluation mode
-            has_ids = find_ids(named_inputs(self.model, *call)) is not None
-            seen = read_calls(self.model, *call, None if has_ids else self.prober.modalities)
+            seen = read_calls(call, None if call.ids is not None else self.prober.modalities)
             read = [x.call for x in seen if x.call is not None]
             scales = ", ".join(sorted({f"{x.scale:.3g}" for x in read}))
             caps = ", ".join(sorted({"none" if x.softcap is None else f"{x.softcap:g}" for x in read}))
@@ -328,7 +324,7 @@ class Watch:
             torch.get_device_module(self.prober.device).synchronize(self.prober.device)
         return time.perf_counter()
 
-    def _print_summary(self, seconds: float, values: dict[str, float], call: Arguments) -> None:
+    def _print_summary(self, seconds: float, values: dict[str, float], call: Inputs) -> None:
         assert self.prober.tokens_M is not None and self.layers
         tokens_M = summed(self.prober.tokens_M)
         if rank() == 0:

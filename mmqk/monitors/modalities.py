@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.foreign.inputs import Inputs, find_ids
+from mmqk.monitors.foreign.inputs import Inputs
 from mmqk.monitors.modules import unwrapped
 from mmqk.store.errors import UserError
 from mmqk.store.metrics import tag
 
 Ranges = range | Sequence[range]
 # Id ranges of each modality except text, or a function from the inputs to (B, T) modality numbers.
-Modality = Mapping[str, Ranges] | Callable[[Inputs], Tensor]
+Modality = Mapping[str, Ranges] | Callable[[Mapping[str, Any]], Tensor]
 
 _IMAGE_CODES = ("IMGIMG", "<|visual token")  # how the names of image codes begin in Chameleon and in Emu3
 
@@ -63,19 +63,18 @@ class Modalities:
     def of(self, inputs: Inputs) -> Tensor:
         """Return the modality numbers, (B, T)."""
         if self.function is not None:
-            modality_BT = self.function(inputs)
+            modality_BT = self.function(inputs.named)
             if not isinstance(modality_BT, Tensor) or modality_BT.ndim != 2:
                 is_tensor = isinstance(modality_BT, Tensor)
                 returned = f"shape {tuple(modality_BT.shape)}" if is_tensor else type(modality_BT).__name__
                 raise UserError(f"the modality function returned {returned}: return modality numbers (B, T)")
             return modality_BT.long()
-        ids = find_ids(inputs)
-        if ids is None:
+        if inputs.ids is None:
             raise UserError(
-                f"modality has id ranges, but the model's inputs ({', '.join(inputs)}) have no token ids: "
+                f"modality has id ranges, but the model's inputs ({', '.join(inputs.named)}) have no token ids: "
                 "pass a function from the inputs to modality numbers (B, T)"
             )
-        return self.of_ids(ids[1])
+        return self.of_ids(inputs.ids[1])
 
     def of_ids(self, ids: Tensor) -> Tensor:
         """Return the modality numbers of ids of any shape, by the ranges."""

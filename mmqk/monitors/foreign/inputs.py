@@ -1,4 +1,5 @@
-"""Stores the batch that a model was called with, finds its token ids and padding, and cuts it to its first sequences.
+"""The arguments of a call of a model: stored at the last call of the training (`LastCall`), with their token ids and
+padding, and cut to the first sequences (`Inputs`).
 
 Shapes: B batch, H heads, T tokens, S key tokens, n images, P patches of all images.
 """
@@ -10,6 +11,7 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +23,6 @@ from mmqk.monitors.foreign.isolate import copied, is_object
 from mmqk.monitors.modules import unwrapped
 from mmqk.store.errors import UserError
 
-Inputs = Mapping[str, Any]
 # Usual names of token ids, the most specific first.
 _IDS = ("input_ids", "ids_BT", "ids", "token_ids", "tokens", "idx", "x", "inputs", "input")
 # Inputs with these words in their names are not token ids.
@@ -92,20 +93,140 @@ class LastCall:
             model._compiled_call_impl = self.wrapped[1]
         self.wrapped = None
 
-    def take(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def take(self, model: nn.Module) -> Inputs | None:
         """Return and clear the arguments; None if there was no call."""
-        arguments = None if self.args is None or self.kwargs is None else (self.args, self.kwargs)
+        taken = None if self.args is None or self.kwargs is None else Inputs(model, self.args, self.kwargs)
         self.args = self.kwargs = None
-        return arguments
+        return taken
 
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, inputs: Inputs) -> None:
         """Raise UserError if a traced call got an object that its forward may have changed."""
-        objects = [type(x).__name__ for x in (*args, *kwargs.values()) if is_object(x)]
+        objects = [type(x).__name__ for x in (*inputs.args, *inputs.kwargs.values()) if is_object(x)]
         if self.traced and objects:
             raise UserError(
                 f"the compiled forward gets a {objects[0]}, which a probe would change: attach the result of "
                 "torch.compile instead of the model inside it"
             )
+
+
+class Inputs:
+    """The arguments of one call of a model.
+
+    Args:
+        model: the object that is called.
+        args, kwargs: the arguments.
+
+    Attributes:
+        root: the model without the wrappers of torch.compile and DDP.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
+        self.model, self.root, self.args, self.kwargs = model, unwrapped(model), args, kwargs
+
+    @cached_property
+    def named(self) -> dict[str, Any]:
+        """The arguments by the names of the forward's parameters."""
+        module = self.root
+        while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
+            module = unwrapped(inner)
+        try:
+            return by_name(module.forward, self.args, self.kwargs)
+        except (TypeError, ValueError):
+            return {**{f"argument{i}": arg for i, arg in enumerate(self.args)}, **self.kwargs}
+
+    @cached_property
+    def ids(self) -> tuple[str, Tensor] | None:
+        """Name and tensor (B, T) of the token ids: the input with a usual name, else the only integer matrix; or
+        None."""
+        matrices = [
+            (name, x)
+            for name, x in named_tensors(self.named)
+            if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
+        ]
+        for usual in _IDS:
+            for name, x in matrices:
+                if name == usual:
+                    return name, x
+        others = [(name, x) for name, x in matrices if not _NOT_IDS & set(name.split("_"))]
+        return others[0] if len(others) == 1 else None
+
+    @cached_property
+    def rows(self) -> int:
+        """B: the number of rows of the token ids, else of the first tensor with at least two axes, else the length of
+        the first list of tensors."""
+        if self.ids is not None:
+            return len(self.ids[1])
+        rows = next((len(x) for _, x in named_tensors(self.named) if x.ndim > 1), None)
+        return next(map(len, _lists(self.named)), 0) if rows is None else rows
+
+    def copied(self) -> Inputs:
+        """Return a copy (`mmqk.monitors.foreign.isolate.copied`)."""
+        return Inputs(self.model, *copied(self.args, self.kwargs, self.root))
+
+    def first(self, rows: int, dtype: torch.dtype | None = None) -> Inputs:
+        """Return the arguments with at most the first ``rows`` of B sequences and the images that they contain.
+
+        A tensor is sliced on its first axis if that axis has B entries. An integer tensor with three axes (positions in
+        height, width and time) is sliced on its second axis. Tensors of images that are not listed by sequence are
+        sliced after the last image of the sequences (`_vision_entries`).
+
+        Args:
+            rows: number of sequences.
+            dtype: replaces the dtype of half-precision tensors.
+
+        Raises:
+            UncuttableError: the images cannot be assigned to the sequences.
+        """
+        entries = {} if rows >= self.rows else _vision_entries(self, rows)
+        args, kwargs = _cut((self.args, dict(self.kwargs)), self.rows, min(rows, self.rows), dtype, entries)
+        return Inputs(self.model, args, kwargs)
+
+    def padding(self, source: Collection[str] | None) -> Tensor | None:
+        """Return the mask (B, T) of the padding of the inputs ``source``; None if there is none.
+
+        The mask is decoder_attention_mask for decoder_input_ids and labels, attention_mask for the token ids, and
+        NAME_attention_mask for another input NAME or NAME_ids. A mask with an entry for each pair of tokens is reduced
+        to tokens (`tokens_of_pairs`).
+        """
+        name = "attention_mask"
+        if source is not None and len(source) == 1:
+            (of,) = source
+            if of == "labels" or of.startswith("decoder_"):
+                name = "decoder_attention_mask"
+            elif self.ids is not None and self.ids[0] != of:
+                name = f"{of.removesuffix('_ids')}_attention_mask"
+        mask = dict(named_tensors(self.named)).get(name)
+        if mask is None or mask.ndim not in (3, 4):
+            return mask
+        visible_BTS = visible_of(mask).any(1) if mask.ndim == 4 else visible_of(mask)
+        if visible_BTS.shape[1] == 1:
+            valid_BT = visible_BTS[:, 0]
+        elif visible_BTS.shape[1] != visible_BTS.shape[2]:
+            return mask
+        else:
+            valid_BT, is_unclear = tokens_of_pairs(visible_BTS)
+            if is_unclear:
+                warnings.warn(
+                    f"mmqk: {name} has shape {tuple(mask.shape)}, and no other token sees some tokens, which may be "
+                    "padding but are counted: in the modality function, return -1 for padding",
+                    stacklevel=8,
+                )
+        return valid_BT.expand(self.rows, -1) if self.ids is not None and len(valid_BT) == 1 else valid_BT
+
+    def documents(self, shape: torch.Size) -> Tensor | None:
+        """Return the number of each token's packed document, (B, T); None if the inputs do not tell documents apart.
+
+        The input document_BT or document_ids has these numbers. Without it, a position id (position_ids) below the
+        previous one starts a document, as in transformers.
+        """
+        tensors = dict(named_tensors(self.named))
+        document_BT = tensors.get("document_BT", tensors.get("document_ids"))
+        position_BT = tensors.get("position_ids")
+        if document_BT is None and position_BT is not None and position_BT.ndim == 2:
+            document_BT = documents_of_positions(position_BT)
+        if document_BT is None or document_BT.shape not in (shape, (1, shape[1])) or not document_BT.any():
+            return None
+        return document_BT.expand(shape)
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,17 +237,6 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         kind = bound.signature.parameters[name].kind
         named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
     return named
-
-
-def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of the model by name."""
-    module = unwrapped(model)
-    while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
-        module = unwrapped(inner)
-    try:
-        return by_name(module.forward, args, kwargs)
-    except (TypeError, ValueError):
-        return {**{f"argument{i}": arg for i, arg in enumerate(args)}, **kwargs}
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -156,71 +266,6 @@ def _parts(value: Any) -> dict[Any, Any]:
         for name, part in parts.items()
         if isinstance(part, containers) or (dataclasses.is_dataclass(part) and not isinstance(part, type))
     }
-
-
-def find_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
-    """Return the name and tensor (B, T) of the token ids: the input with a usual name, else the only integer
-    matrix."""
-    matrices = [
-        (name, x)
-        for name, x in named_tensors(inputs)
-        if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
-    ]
-    for usual in _IDS:
-        for name, x in matrices:
-            if name == usual:
-                return name, x
-    others = [(name, x) for name, x in matrices if not _NOT_IDS & set(name.split("_"))]
-    return others[0] if len(others) == 1 else None
-
-
-def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | None:
-    """Return the mask (B, T) of the padding of the inputs ``source``; None if there is none.
-
-    The mask is decoder_attention_mask for decoder_input_ids and labels, attention_mask for the token ids, and
-    NAME_attention_mask for another input NAME or NAME_ids. A mask with an entry for each pair of tokens is reduced to
-    tokens (`tokens_of_pairs`).
-    """
-    name, ids = "attention_mask", find_ids(inputs)
-    if source is not None and len(source) == 1:
-        (of,) = source
-        if of == "labels" or of.startswith("decoder_"):
-            name = "decoder_attention_mask"
-        elif ids is not None and ids[0] != of:
-            name = f"{of.removesuffix('_ids')}_attention_mask"
-    mask = dict(named_tensors(inputs)).get(name)
-    if mask is None or mask.ndim not in (3, 4):
-        return mask
-    visible_BTS = visible_of(mask).any(1) if mask.ndim == 4 else visible_of(mask)
-    if visible_BTS.shape[1] == 1:
-        valid_BT = visible_BTS[:, 0]
-    elif visible_BTS.shape[1] != visible_BTS.shape[2]:
-        return mask
-    else:
-        valid_BT, is_unclear = tokens_of_pairs(visible_BTS)
-        if is_unclear:
-            warnings.warn(
-                f"mmqk: {name} has shape {tuple(mask.shape)}, and no other token sees some tokens, which may be "
-                "padding but are counted: in the modality function, return -1 for padding",
-                stacklevel=8,
-            )
-    return valid_BT.expand(len(ids[1]), -1) if ids is not None and len(valid_BT) == 1 else valid_BT
-
-
-def packed_documents(inputs: Inputs, shape: torch.Size) -> Tensor | None:
-    """Return the number of each token's packed document, (B, T); None if the inputs do not tell documents apart.
-
-    The input document_BT or document_ids has these numbers. Without it, a position id (position_ids) below the
-    previous one starts a document, as in transformers.
-    """
-    named = dict(named_tensors(inputs))
-    document_BT = next((named[name] for name in ("document_BT", "document_ids") if name in named), None)
-    position_BT = named.get("position_ids")
-    if document_BT is None and position_BT is not None and position_BT.ndim == 2:
-        document_BT = documents_of_positions(position_BT)
-    if document_BT is None or document_BT.shape not in (shape, (1, shape[1])) or not document_BT.any():
-        return None
-    return document_BT.expand(shape)
 
 
 def valid_tokens(mask: Tensor | None, like_BT: Tensor) -> Tensor:
@@ -262,27 +307,6 @@ class UncuttableError(Exception):
     """Raised for a batch whose images cannot be assigned to its sequences; the message gives the reason."""
 
 
-def copied_first_rows(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int
-) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """Return copies of a call's arguments with at most the first ``rows`` sequences, and all of them by name; see
-    `first_rows`."""
-    root, inputs = unwrapped(model), named_inputs(model, args, kwargs)
-    args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), rows))
-    args, kwargs = copied(args, kwargs, root)
-    return args, kwargs, named_inputs(model, args, kwargs)
-
-
-def batch_size(inputs: Inputs) -> int:
-    """Return B: the number of rows of the token ids, else of the first tensor with at least two axes, else the length
-    of the first list of tensors."""
-    ids = find_ids(inputs)
-    if ids is not None:
-        return len(ids[1])
-    rows = next((len(x) for _, x in named_tensors(inputs) if x.ndim > 1), None)
-    return next(map(len, _lists(inputs)), 0) if rows is None else rows
-
-
 def _lists(value: Any) -> Iterator[list[Tensor]]:
     """Yield the nested lists that contain only tensors."""
     parts = _parts(value).values()
@@ -293,37 +317,15 @@ def _lists(value: Any) -> Iterator[list[Tensor]]:
             yield from _lists(part)
 
 
-def first_rows(value: Any, inputs: Inputs, root: nn.Module, rows: int, dtype: torch.dtype | None = None) -> Any:
-    """Return ``value``, a call's arguments, with the first ``rows`` of B sequences and the images that they contain.
-
-    A tensor is sliced on its first axis if that axis has B entries. An integer tensor with three axes (positions in
-    height, width and time) is sliced on its second axis. Tensors of images that are not listed by sequence are sliced
-    after the last image of the sequences (`_vision_entries`).
-
-    Args:
-        value: nested mappings, sequences, dataclasses and other objects with tensors.
-        inputs: the same arguments by name.
-        root: the model, whose config names the ids of image and video tokens.
-        rows: number of sequences.
-        dtype: replaces the dtype of half-precision tensors.
-
-    Raises:
-        UncuttableError: the images cannot be assigned to the sequences.
-    """
-    B = batch_size(inputs)
-    entries = {} if rows >= B else _vision_entries(inputs, root, rows)
-    return _cut(value, B, rows, dtype, entries)
-
-
-def _vision_entries(inputs: Inputs, root: nn.Module, rows: int) -> dict[int, int]:
+def _vision_entries(inputs: Inputs, rows: int) -> dict[int, int]:
     """Return the number of first entries to keep of each tensor that lists images or patches of the whole batch, by
     the tensor's `id`.
 
     Images are in the order of their tokens. Where a grid gives the patches of each image (``image_grid_thw``), a
     token stands for the same number of patches in all images; without a grid all images have equally many tokens.
     """
-    ids, named, entries = find_ids(inputs), list(named_tensors(inputs)), dict[int, int]()
-    config = getattr(root, "config", None)
+    ids, named, entries = inputs.ids, list(named_tensors(inputs.named)), dict[int, int]()
+    config = getattr(inputs.root, "config", None)
     for kind, fields in _VISION.items():
         token = next((t for f in fields if (t := getattr(config, f, None)) is not None), None)
         if ids is None or token is None:

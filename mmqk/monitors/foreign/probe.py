@@ -18,18 +18,8 @@ from mmqk.distributed import rank, world_size
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import (
-    Inputs,
-    batch_size,
-    copied_first_rows,
-    find_ids,
-    first_rows,
-    named_inputs,
-    named_tensors,
-    packed_documents,
-    padding_mask,
-)
-from mmqk.monitors.foreign.isolate import copied, isolated
+from mmqk.monitors.foreign.inputs import Inputs, named_tensors
+from mmqk.monitors.foreign.isolate import isolated
 from mmqk.monitors.foreign.layers import Layers, add_matrices
 from mmqk.monitors.foreign.measurement import CallRecord, Measurement
 from mmqk.monitors.foreign.ranks import ProbeError, agreed, failed_here
@@ -37,7 +27,7 @@ from mmqk.monitors.foreign.sides import Side, sides_of_batch
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.formulas.reduce import kind_of
 from mmqk.monitors.modalities import Modalities
-from mmqk.monitors.modules import clean, device_of, tensors_in, unwrapped
+from mmqk.monitors.modules import clean, device_of, tensors_in
 from mmqk.store.errors import UserError
 
 
@@ -74,31 +64,31 @@ class Prober:
         """The device of the model."""
         return device_of(self.model)
 
-    def probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Statistics:
+    def probe(self, inputs: Inputs) -> Statistics:
         """Probe the first sequences of a batch, or the whole batch if a probe of the first ones fails."""
-        B = batch_size(named_inputs(self.model, args, kwargs))
+        B = inputs.rows
         sequences = B if self.whole_batch else self.sequences
         try:
-            return self._probe_rows(args, kwargs, sequences)
+            return self._probe_rows(inputs, sequences)
         except ProbeError as error:
             if error.is_final or not agreed(self.device, sequences < B)[0]:
                 raise
             reason = error
-        statistics = self._probe_rows(args, kwargs, B)
+        statistics = self._probe_rows(inputs, B)
         self.whole_batch = True
         if rank() == 0:
             print(f"mmqk: the probe uses all {B} sequences of the batch, not {sequences}: {reason}", flush=True)
         return statistics
 
     @torch.no_grad()
-    def bad_site(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def bad_site(self, inputs: Inputs) -> str | None:
         """Return the first weight, or else the first output of a module, with a NaN or an infinity, and in which
         tokens it is; None if all are finite. It runs one forward pass over the first sequences."""
-        root = unwrapped(self.model)
+        root = inputs.root
         for name, p in root.named_parameters():
             if kind := kind_of(p):
                 return f"the weight {clean(name)}, which is {kind}"
-        args, kwargs, inputs = copied_first_rows(self.model, args, kwargs, self.sequences)
+        inputs = inputs.first(self.sequences).copied()
         modality_BT = self.modalities.of(inputs)
         found: list[str] = []
 
@@ -112,7 +102,7 @@ class Prober:
             for path, module in root.named_modules():
                 hook = module.register_forward_hook(lambda _, __, output, path=path: check(path, output))
                 stack.callback(hook.remove)
-            root(*args, **kwargs)
+            root(*inputs.args, **inputs.kwargs)
         return found[0] if found else None
 
     def _bad_tokens(self, x: Tensor, modality_BT: Tensor) -> str:
@@ -126,27 +116,23 @@ class Prober:
         words = " and ".join(f"{n} of {total} {name} tokens" for n, total, name in counts if n)
         return f" in {words}" if words else ""
 
-    def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Statistics:
+    def _probe_rows(self, inputs: Inputs, sequences: int) -> Statistics:
         """Probe the first sequences of a batch. If this fails on one rank, it raises an error on every rank.
 
         Raises:
             UserError: what a user has to change.
             ProbeError: another error, or an error on another rank.
         """
-        root, device = unwrapped(self.model), self.device
-        in_forward = False
+        root, device, B = inputs.root, self.device, inputs.rows
+        rows, in_forward = min(B, sequences), False
         try:
-            inputs = named_inputs(self.model, args, kwargs)
-            B = batch_size(inputs)
-            rows = min(B, sequences)
             dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
             # Several dtypes need autocast, and so does a half-precision model that was called under autocast.
             one_dtype = len(dtypes) <= 1 and (dtypes <= {torch.float32} or not self.autocast)
             dtype = torch.float32 if dtypes == {torch.float32} else None
-            args, kwargs = first_rows((args, kwargs), inputs, root, rows, dtype)
-            inputs = named_inputs(self.model, args, kwargs)
+            first = inputs.first(rows, dtype)
             with torch.no_grad():
-                modality_BT, sources = self._modality_and_sources(inputs)
+                modality_BT, sources = self._modality_and_sources(first)
             if rows < B == len(modality_BT):
                 raise UserError(
                     f"the modality function returned {B} rows, but the probe uses {rows} of the batch's {B} "
@@ -155,17 +141,16 @@ class Prober:
             agreed(device)
             in_forward = True
             for source in sources:
-                copies, named_copies = copied(args, kwargs, root)  # the forward may edit them
-                inputs = named_inputs(self.model, copies, named_copies)
-                measurement = self._measurement(inputs, modality_BT.to(device), source, world_size() > 1)
-                capture = Capture(root, rows, measurement, Origins(inputs, root))
+                copy = first.copied()  # the forward may edit them
+                measurement = self._measurement(copy, modality_BT.to(device), source, world_size() > 1)
+                capture = Capture(root, rows, measurement, Origins(copy))
                 with isolated(root, one_dtype, self.autocast) as state, watching(capture):
-                    output = root(*copies, **named_copies)
+                    output = root(*copy.args, **copy.kwargs)
                 self.changed |= state.changed
                 if measurement.main_used:
                     break
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                return self._finished(measurement, capture, output, inputs, rows)
+                return self._finished(measurement, capture, output, copy)
         except ProbeError:  # on another rank
             raise
         except Exception as error:
@@ -179,9 +164,7 @@ class Prober:
             message = f"{where} ({type(error).__name__}: {error})" if in_forward else str(error)
             raise ProbeError(message, is_final, is_fatal) from error
 
-    def _finished(
-        self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int
-    ) -> Statistics:
+    def _finished(self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs) -> Statistics:
         """Return the statistics of the forward pass, merged over ranks, and store its layers, records and tokens."""
         measurement.residual_stream(capture.stream)
         self._output_softmax(measurement, capture, output, inputs)
@@ -189,7 +172,7 @@ class Prober:
             records = [measurement.records[number - 1] for number in measurement.main_calls]
             add_matrices(measurement.main.collector.statistics, capture.root, [(r.place, r.path) for r in records])
         statistics = measurement.finished()
-        sequences = {"sum": torch.tensor([float(rows)], device=measurement.device)}
+        sequences = {"sum": torch.tensor([float(inputs.rows)], device=measurement.device)}
         statistics.add(["probe_sequences"], sequences, lambda raw: (raw["sum"], torch.ones_like(raw["sum"])))
         agreed(measurement.device)
         statistics = statistics.merged()
@@ -209,8 +192,7 @@ class Prober:
 
         The most likely set comes first. None stands for any input.
         """
-        ids = find_ids(inputs)
-        sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]
+        sources: list[frozenset[str] | None] = [] if inputs.ids is None else [frozenset({inputs.ids[0]})]
         if self.modalities.ranges is not None:
             return self.modalities.of(inputs), sources
         origins = Origins(inputs, bools=True)
@@ -224,14 +206,14 @@ class Prober:
     def _measurement(
         self, inputs: Inputs, modality_BT: Tensor, source: frozenset[str] | None, collective: bool
     ) -> Measurement:
-        mask = padding_mask(inputs, source)
+        mask = inputs.padding(source)
         if mask is not None and mask.shape != modality_BT.shape:
             warnings.warn(
                 f"mmqk: the padding mask has shape {tuple(mask.shape)}, but modality describes tokens of shape "
                 f"{tuple(modality_BT.shape)}, so padding is counted: in the modality function, return -1 for padding",
                 stacklevel=7,
             )
-        if (document_BT := packed_documents(inputs, modality_BT.shape)) is not None:
+        if (document_BT := inputs.documents(modality_BT.shape)) is not None:
             document_BT = document_BT.to(modality_BT.device)
         main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask, document_BT)
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
@@ -242,7 +224,7 @@ class Prober:
 
         The targets are the next tokens, so a model in which every token sees all others has none.
         """
-        if self.modalities.ranges is None or find_ids(inputs) is None:
+        if self.modalities.ranges is None or inputs.ids is None:
             return
         if agreed(measurement.device, measurement.main.sees_all)[0]:
             return
@@ -281,7 +263,7 @@ def next_tokens_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
     """Return (B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
     target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
     if type(output).__module__.partition(".")[0] == "transformers":
-        for name, x in named_tensors(inputs):
+        for name, x in named_tensors(inputs.named):
             if name == "labels" and x.shape == target_mask_BT.shape:
                 target_mask_BT = target_mask_BT & (x.to(valid_BT.device).roll(-1, 1) != -100)
     target_mask_BT[:, -1] = False

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmqk.monitors.collect import Collector, StatisticPart
 from mmqk.monitors.foreign.calls import Call, NotMeasured
-from mmqk.monitors.foreign.inputs import Inputs, named_tensors, padding_mask, valid_tokens
+from mmqk.monitors.foreign.inputs import Inputs, named_tensors, valid_tokens
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.pairs import Pairs
 from mmqk.monitors.modalities import Modalities, Modality, check_name
@@ -112,7 +112,7 @@ def sides_of_batch(
     Raises:
         UserError: an input that the model does not get, or that ``modality`` already describes.
     """
-    by_name, sides = dict(named_tensors(inputs)), []
+    by_name, sides = dict(named_tensors(inputs.named)), []
     for name, (source, modalities) in declared.items():
         if source not in by_name:
             raise UserError(
@@ -123,7 +123,7 @@ def sides_of_batch(
                 f"sides: input '{source}' of side '{name}' is already described by modality: name another input"
             )
         names = (name,) if modalities is None else tuple(f"{name}_{part}" for part in modalities.names)
-        side = Side(name, names, frozenset({source}), modalities, padding_BT=padding_mask(inputs, [source]))
+        side = Side(name, names, frozenset({source}), modalities, padding_BT=inputs.padding([source]))
         if modalities is not None and modalities.function is not None:
             side.modality_BT, side.modalities = modalities.of(inputs).to(device), None
         sides.append(side)

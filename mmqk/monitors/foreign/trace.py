@@ -67,18 +67,17 @@ class Origins(TorchFunctionMode):
     """The origins of the tensors of one forward pass. As a context, it traces every torch function inside.
 
     Args:
-        inputs: the model's inputs by name.
-        constants: a module whose buffers are constants, with the origin `NO_INPUTS`.
+        inputs: the arguments of the model. Its buffers are constants, with the origin `NO_INPUTS`.
         bools: whether to trace bool tensors; otherwise the origin of masks and comparisons is `NO_INPUTS`.
     """
 
-    def __init__(self, inputs: Inputs, constants: nn.Module | None = None, bools: bool = False):
+    def __init__(self, inputs: Inputs, bools: bool = False):
         super().__init__()
         self.bools = bools
         self._of = WeakTensorKeyDictionary()
-        for buffer in constants.buffers() if constants is not None else ():
+        for buffer in inputs.root.buffers():
             self._of[buffer] = NO_INPUTS
-        for name, x in named_tensors(inputs):
+        for name, x in named_tensors(inputs.named):
             is_mask = x.dtype == torch.bool and not bools
             if not is_mask and not _DESCRIPTIONS & set(name.split("_")):
                 self._of[x] = Origin(self._of.get(x, NO_INPUTS).inputs | {name})

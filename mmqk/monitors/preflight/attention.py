@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmqk.monitors.foreign.calls import Call, of_head
-from mmqk.monitors.preflight.context import IGNORED, Context, Finding, NotChecked, judged, mapped
+from mmqk.monitors.preflight.context import IGNORED, Context, Finding, NotChecked, judged
 from mmqk.monitors.preflight.parameters import is_silent
 from mmqk.monitors.preflight.reading import Normalization, SeenCall, fingerprint, read_calls
 
@@ -89,7 +89,7 @@ def padding_ids(context: Context) -> Finding:
     if not pools:
         raise NotChecked("the batch has no ordinary ids")
     ids_BT = torch.where(context.valid_BT, context.ids_BT, pools[0][-1])
-    after = context.output(*context.with_ids(ids_BT))
+    after = context.output(context.with_ids(ids_BT))
     worst = context.largest((after - context.base_BTV)[context.valid_BT])
     advice = "pass attention_mask to every attention layer; keep padding out of pooling and of norms over tokens"
     return _leak(context, worst, "outputs", "if padding has another id", advice)
@@ -99,14 +99,12 @@ def more_padding(context: Context, sides: tuple[int, int], advice: str) -> Findi
     """More padding must change nothing; ``sides`` is the number of tokens on the left and on the right."""
     if context.document_BT is not None:
         raise NotChecked("the batch is packed")
-    mask, shape = context.inputs.get("attention_mask"), context.ids_BT.shape
+    mask, shape = context.inputs.named.get("attention_mask"), context.ids_BT.shape
     if mask is not None and mask.shape != shape:
         raise NotChecked(f"attention_mask has shape {tuple(mask.shape)}, not (B, T)")
     if mask is None and not context.takes("attention_mask"):
         raise NotChecked("the model takes no attention_mask")
-    args, kwargs = context.call
-    if mask is None:
-        kwargs = {**kwargs, "attention_mask": torch.ones_like(context.ids_BT)}
+    more = {"attention_mask": torch.ones_like(context.ids_BT)} if mask is None else {}
     pad = getattr(getattr(context.root, "config", None), "pad_token_id", None)
     if not context.valid_BT.all():
         pad = context.ids_BT[~context.valid_BT][0]
@@ -121,7 +119,7 @@ def more_padding(context: Context, sides: tuple[int, int], advice: str) -> Findi
         is_ids = x is context.ids_BT
         return F.pad(x, sides, value=pad if is_ids else IGNORED if "label" in name or "target" in name else 0)
 
-    after = context.output(*mapped((args, kwargs), padded))
+    after = context.output(context.changed(padded, **more))
     change = (after[:, sides[0] : sides[0] + shape[1]] - context.base_BTV)[context.valid_BT]
     return _leak(context, context.largest(change), "outputs", f"with {sum(sides)} more tokens of padding", advice)
 
@@ -152,7 +150,7 @@ def qk_norm(context: Context) -> Finding:
     read, wrong, eps_words = _read(context), list[str](), set()
     numbers = {n for seen, _, _ in read for x in (seen.q, seen.k) if x.is_norm for n in x.products}
     rms = dict.fromkeys(numbers, SMALL)
-    small = read_calls(context.model, *context.call, context.modalities, rms) if numbers else []
+    small = read_calls(context.inputs, context.modalities, rms) if numbers else []
     of_path = {seen.path: seen for seen in small}
     for seen, call, module in read:
         wrong += [f"{seen.path}: norm over {x.over}" for x in (seen.q, seen.k) if x.over in ("tokens", "heads")]

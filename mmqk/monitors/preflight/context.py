@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.foreign.inputs import by_name, find_ids, named_inputs, named_tensors, padding_mask, valid_tokens
+from mmqk.monitors.foreign.inputs import Inputs, by_name, named_tensors, valid_tokens
 from mmqk.monitors.foreign.isolate import copied, isolated
 from mmqk.monitors.foreign.probe import find_logits
 from mmqk.monitors.modalities import Modality, modalities_of
@@ -104,15 +104,14 @@ class Pass:
     """One call of the loss with the gradients that it gives.
 
     Attributes:
-        args, kwargs: the arguments of the model's call.
+        inputs: the arguments of the model's call.
         logits_BTV: the logits, or None if the output has none.
         loss: the loss.
         by_logits_BTV: derivative of the loss by the logits; None if there are none or the loss does not use them.
         gradients: gradient of each parameter by name; None if the loss does not depend on it.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    inputs: Inputs
     logits_BTV: Tensor | None
     loss: float
     by_logits_BTV: Tensor | None
@@ -181,21 +180,20 @@ class Context:
             if not calls:
                 raise NotChecked("loss(model, batch) does not call the model")
             _, args, kwargs, output = calls[-1]
-            return self._gradients(args, kwargs, output, loss)
+            return self._gradients(Inputs(self.model, args, kwargs), output, loss)
 
-    def _gradients(self, args: Any, kwargs: Any, output: Any, loss: Tensor | None) -> Pass:
-        ids = find_ids(named_inputs(self.model, args, kwargs))
-        logits = None if ids is None else find_logits(output, ids[1].shape, 0, self.root)
+    def _gradients(self, inputs: Inputs, output: Any, loss: Tensor | None) -> Pass:
+        logits = None if inputs.ids is None else find_logits(output, inputs.ids[1].shape, 0, self.root)
         value = float("nan") if loss is None else float(loss.detach())
         detached = None if logits is None else logits.detach()
         if loss is None or not loss.requires_grad:
-            return Pass(args, kwargs, detached, value, None, {})
+            return Pass(inputs, detached, value, None, {})
         parameters = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
         by_logits = None
         if logits is not None and logits.requires_grad:
             by_logits = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)[0]
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        return Pass(args, kwargs, detached, value, by_logits, dict(zip(parameters, gradients, strict=True)))
+        return Pass(inputs, detached, value, by_logits, dict(zip(parameters, gradients, strict=True)))
 
     @cached_property
     def first(self) -> Pass:
@@ -213,13 +211,12 @@ class Context:
             raise NotChecked("the model's output has no loss: pass labels in the batch, or loss=f(model, batch)")
         return self.first.gradients
 
-    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def output(self, inputs: Inputs) -> Tensor:
         """Return the logits, or another output (B, T, D), of a pass without gradients."""
-        args, kwargs = copied(args, kwargs, self.root)
-        named = named_inputs(self.model, args, kwargs)
+        inputs = inputs.copied()
+        shape = self.ids_of(inputs).shape
         with isolated(self.root):
-            output = self.root(*args, **kwargs)
-        shape = self.ids_of(named).shape
+            output = self.root(*inputs.args, **inputs.kwargs)
         logits = find_logits(output, shape, 0, self.root)
         for x in [logits] if logits is not None else [x for _, x in named_tensors(output)]:
             if x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point():
@@ -229,27 +226,21 @@ class Context:
     # The batch
 
     @property
-    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(self) -> Inputs:
         """The arguments of the model's call."""
-        return self.first.args, self.first.kwargs
+        return self.first.inputs
 
     @cached_property
     def attention_calls(self) -> list[SeenCall]:
         """The attention calls of the batch."""
-        return read_calls(self.model, *self.call, self.modalities)
-
-    @cached_property
-    def inputs(self) -> dict[str, Any]:
-        """The arguments of the model's call by name."""
-        return named_inputs(self.model, *self.call)
+        return read_calls(self.inputs, self.modalities)
 
     @staticmethod
-    def ids_of(inputs: Mapping[str, Any]) -> Tensor:
+    def ids_of(inputs: Inputs) -> Tensor:
         """Return the token ids, (B, T)."""
-        ids = find_ids(inputs)
-        if ids is None:
+        if inputs.ids is None:
             raise NotChecked("the model's inputs have no token ids")
-        return ids[1]
+        return inputs.ids[1]
 
     @cached_property
     def ids_BT(self) -> Tensor:
@@ -264,13 +255,13 @@ class Context:
     @cached_property
     def valid_BT(self) -> Tensor:
         """False at padding."""
-        return valid_tokens(padding_mask(self.inputs, None), self.ids_BT)
+        return valid_tokens(self.inputs.padding(None), self.ids_BT)
 
     @cached_property
     def document_BT(self) -> Tensor | None:
         """The document of each token, from document ids or from positions that restart, in the model's inputs or in
         the batch; None if the batch is not packed."""
-        for name, x in (*named_tensors(self.inputs), *named_tensors(self.batch)):
+        for name, x in (*named_tensors(self.inputs.named), *named_tensors(self.batch)):
             words = set(name.lower().removesuffix("s").split("_"))
             if name == "position_ids":
                 positions = x[0] if x.ndim == 3 else x
@@ -310,16 +301,21 @@ class Context:
         ids = self.ids_BT[(self.modality_BT == m) & self.valid_BT].unique()
         return ids[~torch.isin(ids, ids.new_tensor(sorted(self.special_ids)))]
 
-    def with_ids(self, ids_BT: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def changed(self, change: Callable[[str, Tensor], Any], **more: Any) -> Inputs:
+        """Return the arguments of the call with each tensor changed (`mapped`), and more arguments."""
+        args, kwargs = mapped((self.inputs.args, {**self.inputs.kwargs, **more}), change)
+        return Inputs(self.model, args, kwargs)
+
+    def with_ids(self, ids_BT: Tensor) -> Inputs:
         """Return the arguments of the call with other ids."""
-        return mapped(self.call, lambda name, x: ids_BT if x is self.ids_BT else x)
+        return self.changed(lambda name, x: ids_BT if x is self.ids_BT else x)
 
     # Passes that are compared
 
     @cached_property
     def base_BTV(self) -> Tensor:
         """The output of the batch as it is."""
-        return self.output(*self.call)
+        return self.output(self.inputs)
 
     @cached_property
     def noise(self) -> float:
@@ -339,7 +335,7 @@ class Context:
             for module in self.root.modules():
                 if not list(module.children()):
                     hooks.enter_context(module.register_forward_hook(jitter))
-            change = self.largest(self.output(*self.call) - self.base_BTV)
+            change = self.largest(self.output(self.inputs) - self.base_BTV)
         size = float(self.base_BTV[self.base_BTV > torch.finfo(self.base_BTV.dtype).min].abs().max())
         return NOISE_FACTOR * max(change, epsilon * size)
 
@@ -355,12 +351,12 @@ class Context:
         ids_BT = torch.where(changed_BT, self.other_ids_BT, self.ids_BT)
         if torch.equal(ids_BT, self.ids_BT) or not watched_BT.any():
             raise NotChecked("the batch has no tokens that can be replaced by others of their modality")
-        return self.largest((self.output(*self.with_ids(ids_BT)) - self.base_BTV)[watched_BT])
+        return self.largest((self.output(self.with_ids(ids_BT)) - self.base_BTV)[watched_BT])
 
     def takes(self, name: str) -> bool:
         """Return whether the model's forward has a parameter of this name."""
         try:
-            return name in by_name(self.root.forward, (), {**self.inputs, name: None})
+            return name in by_name(self.root.forward, (), {**self.inputs.named, name: None})
         except TypeError:
             return False
 

@@ -245,7 +245,7 @@ def ids(context: Context) -> Finding:
     rows = max((m.num_embeddings for m in context.root.modules() if isinstance(m, nn.Embedding)), default=0)
     V = context.first.logits_BTV.shape[-1] if context.first.logits_BTV is not None else rows
     problems = []
-    for name, x in named_tensors(context.batch if isinstance(context.batch, Mapping) else context.inputs):
+    for name, x in named_tensors(context.batch if isinstance(context.batch, Mapping) else context.inputs.named):
         if "label" in name and (bad := x[(x >= V) | ((x < 0) & (x != IGNORED))]).numel():
             problems.append(f"{name} has {int(bad[0])}, outside the {V} logits and not {IGNORED}")
     ranges = context.modalities.ranges or {}

@@ -65,7 +65,7 @@ def no_gradient(context: Context) -> Finding:
 
     def acts(names: Sequence[str]) -> bool:
         with perturbed(context, names):
-            return context.largest(context.output(*context.call) - context.base_BTV) > context.noise
+            return context.largest(context.output(context.inputs) - context.base_BTV) > context.noise
 
     acting = [name for name in silent if acts([name])] if acts(silent) else []
     inert = [name for name in silent if name not in acting]

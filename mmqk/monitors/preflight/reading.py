@@ -10,8 +10,8 @@ Shapes: B batch, H heads, G key heads, T tokens, S key tokens, K head_dim.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import UncuttableError, copied_first_rows, find_ids, padding_mask
+from mmqk.monitors.foreign.inputs import Inputs, UncuttableError
 from mmqk.monitors.foreign.isolate import isolated
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.sides import Side
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.modalities import Modalities
-from mmqk.monitors.modules import device_of, tensors_in, unwrapped
+from mmqk.monitors.modules import device_of, tensors_in
 
 _PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}
 ROWS = 2  # sequences of the pass that reads attention
@@ -233,37 +233,30 @@ def _rope(g: Tensor, u: Tensor, part: Tensor, gains: Mapping[str, Tensor], K: in
 
 
 def read_calls(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    modalities: Modalities | None = None,
-    rms: Mapping[int, float] | None = None,
+    inputs: Inputs, modalities: Modalities | None = None, rms: Mapping[int, float] | None = None
 ) -> list[SeenCall]:
     """Return every attention call of one forward pass over the first sequences of a batch.
 
     The pass keeps the graph between two projections only, so it needs little more memory than one without gradients.
 
     Args:
-        model: the model; its state is restored.
-        args, kwargs: the arguments of the call.
+        inputs: the arguments of the model, whose state is restored.
         modalities: needed only if the inputs have no token ids.
         rms: see `Projections`.
     """
-    root = unwrapped(model)
-    try:
-        args, kwargs, inputs = copied_first_rows(model, args, kwargs, ROWS)
-    except UncuttableError:
-        args, kwargs, inputs = copied_first_rows(model, args, kwargs, sys.maxsize)
-    ids, modalities = find_ids(inputs), modalities or Modalities({})
+    root, modalities = inputs.root, modalities or Modalities({})
+    with contextlib.suppress(UncuttableError):
+        inputs = inputs.first(ROWS)
+    inputs = inputs.copied()
     modality_BT = modalities.of(inputs)
-    source = None if ids is None or modalities.function else frozenset({ids[0]})
-    main = Side("", ("text",), source, None, modality_BT.to(device_of(root)), padding_mask(inputs, source))
-    origins = Origins(inputs, root)
+    source = None if inputs.ids is None or modalities.function else frozenset({inputs.ids[0]})
+    main = Side("", ("text",), source, None, modality_BT.to(device_of(root)), inputs.padding(source))
+    origins = Origins(inputs)
     projections = Projections(origins, rms or {})
     reader = CallReader(main, root, projections)
     capture = Capture(root, len(modality_BT), reader, origins)
     with isolated(root), torch.enable_grad(), watching(capture), projections:
-        root(*args, **kwargs)
+        root(*inputs.args, **inputs.kwargs)
     return reader.seen
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmqk.monitors.foreign.inputs import Inputs
 from mmqk.monitors.preflight.reading import fingerprint, read_calls
 
 transformers = pytest.importorskip("transformers")
@@ -41,7 +42,7 @@ def test_models_of_transformers(family):
             if "norm" in name:
                 p.add_(torch.randn_like(p) / 10)
     ids = torch.randint(96, (3, 12))
-    assert fingerprint(read_calls(model, (), {"input_ids": ids, "use_cache": False})) == words
+    assert fingerprint(read_calls(Inputs(model, (), {"input_ids": ids, "use_cache": False}))) == words
 
 
 T, H, K = 12, 4, 8
@@ -105,7 +106,7 @@ def test_norms_written_by_hand(name):
     norm, words = BY_HAND[name]
     net, ids = Net(norm), torch.randint(40, (2, T))
     before = {n: p.clone() for n, p in net.state_dict().items()}
-    calls = read_calls(net, (ids,), {})
+    calls = read_calls(Inputs(net, (ids,), {}))
     assert fingerprint(calls) == f"QK-Norm: {words}"
     assert all(torch.equal(p, before[n]) for n, p in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
