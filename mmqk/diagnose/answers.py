@@ -20,7 +20,7 @@ from mmqk.diagnose.findings import diagnose
 from mmqk.diagnose.logs import Log, read_log
 from mmqk.diagnose.names import mapping_of
 from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
-from mmqk.lab.formatting import number, render, short, source
+from mmqk.lab.formatting import number, render, short
 from mmqk.lab.page.arms import PALETTE
 from mmqk.lab.page.drawing import RC
 from mmqk.store import UserError, differing_fields, parse_tag
@@ -70,8 +70,7 @@ class Answer:
         """Return the answer as one HTML file."""
         image = None if self.image is None else base64.b64encode(self.image).decode()
         parts = [(title, _cells(rows), notes) for title, rows, notes in self.parts]
-        content = {"title": self.title, "parts": parts, "image": image, "css": source("page.css")}
-        return render("diagnose.html", content, TEMPLATES)
+        return render("diagnose.html", {"title": self.title, "parts": parts, "image": image}, TEMPLATES)
 
 
 def _cells(rows: list[Record]) -> list[list[str]]:

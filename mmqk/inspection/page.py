@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mmqk.data.batch import TokenBatch
+from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.dial import Dial
 from mmqk.data.mixture import CYCLE
@@ -93,8 +94,7 @@ def inspect(
         "plain": plain,
         "command": command,
         "config": yaml.safe_dump(plain["data"], sort_keys=False, allow_unicode=True).strip(),
-        "css": (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip(),
-        **sequence_views(run, data, plain["loss_weights"], batch, range(shown), range(shown)),
+        **sequence_views(run, data, batch, range(shown), range(shown)),
     }
     files = {"index.html": report.render("inspect.html", content, TEMPLATES, FILTERS), "statistics.json": plain}
     cells = text_table([["", *plain["modalities"]], *([label, *cells] for label, _, cells in rows)], {0})
@@ -123,19 +123,13 @@ def statistics_rows(plain: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
 
 
 def sequence_views(
-    run: RunConfig,
-    data: TokenDataModule,
-    weights: Mapping[str, float],
-    batch: TokenBatch,
-    numbers: Sequence[int],
-    places: Sequence[int],
+    run: RunConfig, data: TokenDataModule, batch: TokenBatch, numbers: Sequence[int], places: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the sequences of a page: those at ``places`` of a batch, whose numbers in the order are ``numbers``;
-    ``weights`` has the loss weight of each modality."""
+    """Return the sequences of a page: those at ``places`` of a batch, whose numbers in the order are ``numbers``."""
     layout, order = data.builder.layout, data.order
     decoder = IdDecoder(run.data.tokenizers_folder) if "pair" in run.data.family else None
     widths = run.data.dial.grid if "dial" in run.data.family else {}
-    viewer = Viewer(layout, weights, decoder, widths)
+    viewer = Viewer(layout, loss_weights(run), decoder, widths)
     original = originals(find_file(run.data.pairs), decoder.image_size) if decoder and run.data.pairs else None
     sequences = []
     for index, place in zip(numbers, places, strict=True):
@@ -152,7 +146,13 @@ def sequence_views(
         view["facts"] += f" · targets: {targets}"
         view["documents"] = list(zip(heads, view["documents"], strict=True))
         sequences.append({"index": index, "slot": SLOT_WORDS[order.mixture.draw(index).slot], **view})
-    return {"sequences": sequences, "colors": viewer.colors, "specials": bool(layout.specials)}
+    colors, specials = viewer.colors, bool(layout.specials)
+    return {"seed": run.seed, "data": run.data, "sequences": sequences, "colors": colors, "specials": specials}
+
+
+def loss_weights(run: RunConfig) -> dict[str, float]:
+    """Return the loss weight of each modality."""
+    return dict(zip(run.model.vocab_sizes, run.loss.weights_of(run.model.modalities), strict=True))
 
 
 def _head(data: TokenDataModule, content: Content) -> str:
@@ -198,7 +198,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
     total_targets = max(1, sum(targets.values()))
     slots = Counter(order.mixture.draw(i).slot for i in range(len(rows)))
     filled = sum(len(row.ids) for row in rows)
-    dropped = {k: read_header(f).dropped for k, f in _folders(run).items() if is_token_folder(f)}
+    dropped = {k: read_header(f).dropped for k, f in folders_of(run.data).items() if is_token_folder(f)}
     plain: dict[str, Any] = {
         "data": {k: v for k, v in asdict(run.data).items() if k != "dial" or "dial" in run.data.family},
         "seed": run.seed,
@@ -207,7 +207,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
         "fresh_sequences": len(fresh),
         "run_sequences": total,
         "targets": targets,
-        "loss_weights": dict(zip(run.model.vocab_sizes, run.loss.weights_of(run.model.modalities), strict=True)),
+        "loss_weights": loss_weights(run),
         "padding": 1 - filled / (len(rows) * data.builder.seq_len),
         "padding_of_packing": order.padding,
         "captions_cut": data.builder.captions_cut,
@@ -240,7 +240,7 @@ def _sources(run: RunConfig, data: TokenDataModule, total: int) -> list[dict[str
     epoch_rows = data.order.rows_of_an_epoch
     rows = []
     for kind, stores in data.stores.items():
-        entry: dict[str, Any] = {"kind": kind, "folder": str(_folders(run)[kind])}
+        entry: dict[str, Any] = {"kind": kind, "folder": str(folders_of(run.data)[kind])}
         for split in ("train", "val"):
             entry |= {f"{split}_documents": len(stores[split]), f"{split}_tokens": stores[split].tokens}
         # A folder of pairs serves two kinds: pairs, and images without captions.
@@ -253,5 +253,6 @@ def _sources(run: RunConfig, data: TokenDataModule, total: int) -> list[dict[str
     return rows
 
 
-def _folders(run: RunConfig) -> dict[str, Path]:
-    return {"tokens": Path(run.data.tokens)} if "tokens" in run.data.family else run.data.sources
+def folders_of(config: DataConfig) -> dict[str, Path]:
+    """Return the folder of each kind of source."""
+    return {"tokens": Path(config.tokens)} if "tokens" in config.family else config.sources

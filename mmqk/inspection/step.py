@@ -23,7 +23,7 @@ from mmqk.data.mixture import source_of
 from mmqk.data.order import sequence_numbers
 from mmqk.data.shards.tar import index_tar
 from mmqk.data.tokens.folder import is_token_folder, read_header, read_keys
-from mmqk.inspection.page import FILTERS, SLOT_WORDS, TEMPLATES, sequence_views
+from mmqk.inspection.page import FILTERS, TEMPLATES, folders_of, sequence_views
 from mmqk.inspection.views import shard_of
 from mmqk.lab import formatting as report
 from mmqk.model import EarlyFusionTransformer
@@ -93,14 +93,10 @@ Place = Callable[[int], tuple[str, str]]  # of a training document: its shard an
 
 def places_of(data: TokenDataModule) -> dict[str, Place]:
     """Return a function for each kind of source that gives shard and key of a document by its index."""
-    config = data.config
-    if "dial" in config.family:
+    if "dial" in data.config.family:
         return {"dial": lambda n: ("the synthetic source", f"document {n}")}
-    folders = {"tokens": Path(config.tokens)} if "tokens" in config.family else config.sources
-    places: dict[str, Place] = {}
-    for kind, folder in folders.items():
-        places[kind] = _of_tokens(folder) if is_token_folder(folder) else _of_manifest(folder)
-    return places
+    folders = folders_of(data.config).items()
+    return {kind: _of_tokens(folder) if is_token_folder(folder) else _of_manifest(folder) for kind, folder in folders}
 
 
 def samples_of(data: TokenDataModule, places: dict[str, Place], number: int) -> list[dict[str, Any]]:
@@ -186,8 +182,7 @@ def inspect_step(
     record = _record(run, data, batch, numbers, losses)
     loudest = sorted(range(len(numbers)), key=lambda b: -max(losses[b].values(), default=0))[:shown]
     chosen = sorted(loudest)
-    weighted = dict(zip(names, run.loss.weights_of(run.model.modalities), strict=True))
-    views = sequence_views(run, data, weighted, batch, [numbers[b] for b in chosen], chosen)
+    views = sequence_views(run, data, batch, [numbers[b] for b in chosen], chosen)
     for view, b in zip(views["sequences"], chosen, strict=True):
         where = [f"{sample['shard']} {sample['key']}" for sample in record[b]["samples"]]
         loss = [f"loss {name} {plain(value, 4)}" for name, value in losses[b].items()]
@@ -195,26 +190,18 @@ def inspect_step(
     spread = run.processes > 1 or run.trainer["accumulate_grad_batches"] > 1
     rows = _rows(record, names, path is not None, spread)
     title = f"Step {step} reads sequences {numbers[0]} to {numbers[-1]}"
-    page = _page(run, "" if folder is None else folder.parent.name, title, weights, rows, command) | views
-    plain_record = {"step": step, "weights": None if path is None else str(path), "sequences": record}
-    files = {"index.html": report.render("inspect.html", page, TEMPLATES, FILTERS), "step.json": plain_record}
-    return files, [title, weights, "", *text_table(rows, set(range(len(rows[0]))))]
-
-
-def _page(run: RunConfig, name: str, title: str, weights: str, rows: list[list[str]], command: str) -> dict[str, Any]:
-    """Return the variables of the template, except the views of the sequences."""
-    data = {key: getattr(run.data, key) for key in ("seq_len", "pack", "document_mask")}
-    return {
-        "name": name,
+    page = {
+        "name": "" if folder is None else folder.parent.name,
         "title": title,
         "summary": f"{weights[:1].upper()}{weights[1:]}.",
         "rows": [],
         "samples": rows,
-        "plain": {"seed": run.seed, "data": data},
-        "words": SLOT_WORDS,
         "command": command,
-        "css": (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip(),
+        **views,
     }
+    plain_record = {"step": step, "weights": None if path is None else str(path), "sequences": record}
+    files = {"index.html": report.render("inspect.html", page, TEMPLATES, FILTERS), "step.json": plain_record}
+    return files, [title, weights, "", *text_table(rows, set(range(len(rows[0]))))]
 
 
 def _record(
