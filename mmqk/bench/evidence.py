@@ -47,8 +47,8 @@ class Rates:
         runs = [run for run in evidence()["runs"] if run["side"] == side]
         self.kinds = [run["kind"] for run in runs]
         logs = [run["logs"].get(f"{spacing} {'modality' if split else 'whole'}", {}) for run in runs]
-        self.alarms = [{key for key in log.get("alarms", {}) if key.split()[1] in statistics} for log in logs]
-        self.after_fault = [log.get("alarms", {}) for log in logs]
+        alarms = [log.get("alarms", {}).items() for log in logs]
+        self.alarms = [{key: late for key, late in of if key.split()[1] in statistics} for of in alarms]
         self.first = [first_sign(log.get("signs", {}), statistics) for log in logs]
         self.faults, self.healthy = sum(map(bool, self.kinds)), sum(not kind for kind in self.kinds)
 
@@ -73,11 +73,9 @@ class Rates:
     def alarm(self, name: str) -> dict[str, int]:
         """Return in how many runs with a fault an alarm begins after the fault (``hits`` of ``faults``), and how many
         of the ``healthy`` runs have one (``accused``)."""
-        hits = accused = 0
-        for kind, keys, last in zip(self.kinds, self.alarms, self.after_fault, strict=True):
-            mine = [key for key in keys if key.split()[0] == name]
-            hits += bool(kind) and any(last[key] for key in mine)
-            accused += not kind and bool(mine)
+        mine = [[late for key, late in of.items() if key.split()[0] == name] for of in self.alarms]
+        hits = sum(any(late) for kind, late in zip(self.kinds, mine, strict=True) if kind)
+        accused = sum(bool(late) for kind, late in zip(self.kinds, mine, strict=True) if not kind)
         return {"hits": hits, "faults": self.faults, "accused": accused, "healthy": self.healthy}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from mmqk.bench.kinds import SETTLED
-from mmqk.bench.rules import WINDOW
+from mmqk.bench.rules import WINDOW, recent
 from mmqk.store.metrics import parse_tag
 from mmqk.store.rules import QUARTILES_TO_STD
 
@@ -127,11 +127,9 @@ def compared(metrics: pd.DataFrame) -> list[str]:
 def scores(series: pd.Series) -> tuple[pd.Series, pd.Series, pd.Series]:
     """Return, for each value, how many standard deviations it is above or below the median of the values before it,
     that median and the deviation (from quartiles); logarithms, unless the series is in nats or not positive."""
-    window = WINDOW if len(series) >= FEW else SHORT
     finite = series.replace(np.inf, np.nan)
-    before = finite.shift(1).rolling(window, min_periods=window // 4)
-    middle = before.median()
-    deviation = ((before.quantile(0.75) - before.quantile(0.25)) / QUARTILES_TO_STD).clip(lower=1e-3)
+    middle, deviation = recent(finite, WINDOW if len(series) >= FEW else SHORT)
+    deviation = deviation.clip(lower=1e-3)
     return ((finite - middle) / deviation).mask(np.isinf(series), np.inf), middle, deviation
 
 
@@ -160,16 +158,12 @@ def departures(metrics: pd.DataFrame, limits: Mapping[str, float]) -> list[Depar
         outside = (together(score) > limit) & ((score.index >= SETTLED) | np.isinf(series))
         if not outside.any():
             continue
-        at = outside.idxmax()
+        at = int(str(outside.idxmax()))
         side = 1 if score[at] > 0 else -1
-        center, edge = float(middle[at]), float(middle[at] + side * limit * deviation[at])
-        later = series.loc[at:]
-        inside = side * later < side * edge
-        calm = inside.rolling(IN_A_ROW).min().shift(1 - IN_A_ROW) == 1
+        edge = middle[at] + side * limit * deviation[at]
+        calm = (side * series.loc[at:] < side * edge).rolling(IN_A_ROW).min().shift(1 - IN_A_ROW) == 1
         back = int(str(calm.idxmax())) if calm.any() else None
-        logs = (metrics[tag].dropna() > 0).all() and parse_tag(tag).statistic not in LINEAR
-        center, edge = (float(np.exp(center)), float(np.exp(edge))) if logs else (center, edge)
-        found.append(
-            (-abs(float(score[at])) / limit, Departure(int(str(at)), tag, float(metrics[tag][at]), center, edge, back))
-        )
-    return [one for _, one in sorted(found, key=lambda pair: (pair[1].step, pair[0]))]
+        unscaled = float if series.equals(metrics[tag].dropna()) else np.exp
+        left = Departure(at, tag, float(metrics[tag][at]), float(unscaled(middle[at])), float(unscaled(edge)), back)
+        found.append((left.step, -abs(score[at]) / limit, left))
+    return [left for *_, left in sorted(found, key=lambda entry: entry[:2])]

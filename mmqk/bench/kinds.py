@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from mmqk.bench.rules import columns
 from mmqk.bench.traces import HEALTHY, LASTING, NONE, Label, Trace, parts_of
 from mmqk.lab.formatting import markdown_table
 from mmqk.lab.runs import Run
@@ -143,16 +144,9 @@ class Finding:
     value: float
 
 
-def values_of(sign: Sign, metrics: pd.DataFrame) -> pd.DataFrame:
-    """Return the series that a sign reads, without empty rows."""
-    names = sign.statistic.split()
-    tags = [t for t in metrics if parse_tag(t).statistic in names and parse_tag(t).head is None]
-    return metrics[tags].dropna(how="all")
-
-
 def out_of_scope(sign: Sign, metrics: pd.DataFrame) -> str:
     """Return why a sign does not hold for a log; an empty string if it does, or if the log lacks its statistic."""
-    values = values_of(sign, metrics)
+    values = columns(metrics, *sign.statistic.split())
     if values.empty or not sign.scope:
         return ""
     if metrics.attrs.get("numbered"):
@@ -174,7 +168,7 @@ def findings(metrics: pd.DataFrame) -> list[Finding]:
     first step."""
     found = []
     for sign in SIGNS:
-        values = values_of(sign, metrics)
+        values = columns(metrics, *sign.statistic.split())
         if values.empty or out_of_scope(sign, metrics):
             continue
         read = sign.reading(values)
@@ -200,13 +194,13 @@ def confusion(traces: Sequence[Trace], alarmed: Sequence[bool]) -> str:
     """
     said = [kind_of(trace.metrics, alarm) for trace, alarm in zip(traces, alarmed, strict=True)]
     table = pd.crosstab(np.array([trace.label.kind or NO_FAULT for trace in traces]), np.array(said))
-    columns = [*sorted(set(said) - {DONT_KNOW, NO_FAULT}), DONT_KNOW, NO_FAULT]
-    table = table.reindex(columns=columns, fill_value=0)
+    names = [*sorted(set(said) - {DONT_KNOW, NO_FAULT}), DONT_KNOW, NO_FAULT]
+    table = table.reindex(columns=names, fill_value=0)
     rows = [
         [str(kind), *(f"**{n}**" if kind == name and n else str(n or "") for name, n in row.items())]
         for kind, row in table.iterrows()
     ]
-    return markdown_table(["true kind", *columns], rows)
+    return markdown_table(["true kind", *names], rows)
 
 
 def places(traces: Sequence[Trace]) -> str:

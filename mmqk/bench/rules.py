@@ -8,6 +8,7 @@ probe has a value only every few steps; elsewhere it is NaN, and so may be a sco
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,18 +21,24 @@ WINDOW = 100  # steps before the current one
 PROBES = 5
 
 
-def columns(metrics: pd.DataFrame, statistic: str) -> pd.DataFrame:
-    """Return the series of a statistic over modalities and layers, without heads and without empty rows."""
-    tags = [tag for tag in metrics if parse_tag(tag).statistic == statistic and parse_tag(tag).head is None]
+def columns(metrics: pd.DataFrame, *statistics: str) -> pd.DataFrame:
+    """Return the series of some statistics over modalities and layers, without heads and without empty rows."""
+    tags = [tag for tag in metrics if parse_tag(tag).statistic in statistics and parse_tag(tag).head is None]
     return metrics[tags].dropna(how="all")
 
 
+def recent(values: Any, window: int) -> tuple[Any, Any]:
+    """Return the median and the standard deviation (from quartiles) of the values before each value of a series or a
+    table."""
+    before = values.shift(1).rolling(window, min_periods=window // 4)
+    return before.median(), (before.quantile(0.75) - before.quantile(0.25)) / QUARTILES_TO_STD
+
+
 def above_recent(series: pd.DataFrame, window: int = WINDOW) -> pd.Series:
-    """Return how many standard deviations, estimated from quartiles, a value is above the median of the values before
-    it; the largest over the columns. A value that is not finite scores infinity."""
-    before = series.shift(1).rolling(window, min_periods=window // 4)
-    spread = (before.quantile(0.75) - before.quantile(0.25)) / QUARTILES_TO_STD
-    score = (series - before.median()) / spread.clip(lower=1e-9)
+    """Return how many standard deviations a value is above the median of the values before it; the largest over the
+    columns. A value that is not finite scores infinity."""
+    middle, spread = recent(series, window)
+    score = (series - middle) / spread.clip(lower=1e-9)
     return score.mask(~np.isfinite(series) & series.notna(), np.inf).max(axis=1)
 
 
@@ -100,13 +107,13 @@ def attention_rank(metrics: pd.DataFrame) -> pd.Series:
 
 def stable_rank(metrics: pd.DataFrame) -> pd.Series:
     """Fall of the stable rank of a W_q or W_k since the warm-up, in logarithms (MSign, arXiv 2602.01734)."""
-    return of_first(1 / pd.concat([columns(metrics, f"w_{name}_stable_rank") for name in "qk"], axis=1))
+    return of_first(1 / columns(metrics, "w_q_stable_rank", "w_k_stable_rank"))
 
 
 def grad_over_v(metrics: pd.DataFrame) -> pd.Series:
     """Largest RMS of g / sqrt(v) of a matrix (StableAdamW, arXiv 2304.13013)."""
     names = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down", "embed", "head")
-    return pd.concat([columns(metrics, f"{name}_grad_over_v") for name in names], axis=1).max(axis=1)
+    return columns(metrics, *(f"{name}_grad_over_v" for name in names)).max(axis=1)
 
 
 def update_rms(metrics: pd.DataFrame) -> pd.Series:

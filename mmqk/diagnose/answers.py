@@ -24,7 +24,7 @@ from mmqk.lab.formatting import number, render, short
 from mmqk.lab.page.arms import PALETTE
 from mmqk.lab.page.drawing import RC
 from mmqk.store import UserError, differing_fields, parse_tag
-from mmqk.store.formatting import plural, text_table
+from mmqk.store.formatting import plural, some, text_table
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS, MOST_LINES, WIDEST = 8, 20, 56  # departures; rows of a table; characters of a cell in the terminal
@@ -190,8 +190,7 @@ def sections(found: Record) -> list[Section]:
     """Return the parts of the answer, in the order in which they are read."""
     steps = f"steps {found['first_step']:,} to {found['last_step']:,}"
     columns = [f"{column} = {tag}" if column != tag else tag for column, tag in found["columns"].items()]
-    more = f", and {len(columns) - 6} more" if len(columns) > 6 else ""
-    notes = [f"{found['format']}, {steps}. Read: {', '.join(columns[:6])}{more}."]
+    notes = [f"{found['format']}, {steps}. Read: {some(columns, 6)}."]
     if unused := found["unused"]:
         notes.append(f"Not recognized: {', '.join(unused[:6])}; name a column with --map TAG=COLUMN.")
     parts: list[Section] = [("The log", [], [*notes, *found["notes"], *found["warnings"]]), *_events(found)]

@@ -24,6 +24,7 @@ import pandas as pd
 from mmqk.diagnose.names import counts_units, fields_of, step_of, tags_of
 from mmqk.diagnose.text import Raw, pick, read_text, table_of, value_of
 from mmqk.store import UserError, flatten, read_regular
+from mmqk.store.formatting import some
 
 GAP = 3  # times the usual interval
 NULLS_AFTER = 10  # numbers of a column before a null of JSON can mean NaN
@@ -181,7 +182,7 @@ def _restarts(steps: pd.Series, losses: pd.Index, notes: list[str]) -> pd.Series
         notes.append("The rows are not in the order of their steps: they are sorted.")
     elif back.any():
         first = at[back]
-        shown = ", ".join(f"{int(step):,}" for step in first[:5]) + (", …" if len(first) > 5 else "")
+        shown = some((f"{int(step):,}" for step in first), 5)
         notes.append(
             f"The run was restarted: at step {shown} the step goes back, and from there on later values replace the"
             " earlier ones."
@@ -200,10 +201,7 @@ def _intervals(metrics: pd.DataFrame, loss: str, notes: list[str]) -> None:
         if len(at):
             every.setdefault(int(at.median()), []).append(str(tag))
     if len(every) > 1:
-        parts = [
-            f"{', '.join(tags[:3])}{f' and {len(tags) - 3} more' if len(tags) > 3 else ''} every {steps:,}"
-            for steps, tags in sorted(every.items())
-        ]
+        parts = [f"{some(tags)} every {steps:,}" for steps, tags in sorted(every.items())]
         notes.append(f"Logging intervals in steps: {'; '.join(parts)}.")
     logged = metrics[loss].dropna().index.to_numpy()
     widths = np.diff(logged)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from mmqk.store import UserError, parse_tag, tag
+from mmqk.store.formatting import some
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 LAYER = re.compile(r"(?:^|[^a-z])(?:layers?|(?:res)?blocks?|h)[ ._/-]?(\d+)", re.IGNORECASE)
@@ -68,7 +69,7 @@ def tags_of(columns: Iterable[str], mapping: Mapping[str, str], source: str, own
         UserError: ``mapping`` names a column that the file does not have, or no column is a loss.
     """
     names = list(columns)
-    listed = ", ".join(names[:40]) + (f" and {len(names) - 40} more" if len(names) > 40 else "")
+    listed = some(names, 40)
     if missing := set(mapping.values()) - set(names):
         raise UserError(f"{source} has no column {min(missing)!r}: give --map one of {listed}")
     found = {column: tag for tag, column in mapping.items()}

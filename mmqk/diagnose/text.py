@@ -23,6 +23,7 @@ import yaml
 
 from mmqk.diagnose.names import counts_units, step_of, tag_of
 from mmqk.store import UserError, flatten, read_regular
+from mmqk.store.formatting import some
 
 
 @dataclass
@@ -49,9 +50,9 @@ def pick(runs: Iterable[str], name: str | None, path: Path, notes: list[str]) ->
     """Return the run to read, the first one unless ``name`` is given, and note that there are others."""
     known = list(runs)
     if name is not None and name not in known:
-        raise UserError(f"{path} has no run {name!r}: give one of {', '.join(known[:40])}")
+        raise UserError(f"{path} has no run {name!r}: give one of {some(known, 40)}")
     if name is None and len(known) > 1:
-        others = ", ".join(known[1:6]) + (", …" if len(known) > 6 else "")
+        others = some(known[1:], 5)
         notes.append(f"{len(known)} runs are in {path}: {known[0]} is read; give {path}:RUN for another ({others}).")
     return name or known[0]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmqk.monitors.foreign.inputs import Inputs
 from mmqk.monitors.modules import unwrapped
 from mmqk.store.errors import UserError
+from mmqk.store.formatting import some
 from mmqk.store.metrics import tag
 
 Ranges = range | Sequence[range]
@@ -97,7 +98,7 @@ def modalities_of(model: nn.Module, modality: Modality | None, names: Sequence[s
     config = getattr(unwrapped(model), "config", None)
     found = _ids_of_config(config)
     modalities, kind = Modalities({name: _ranges_of(ids) for name, ids in found.items()}), type(config).__name__
-    words = [f"{name} is id {min(ids)}" + f" and {len(ids) - 1} more" * (len(ids) > 1) for name, ids in found.items()]
+    words = [f"{name} is id {some(map(str, sorted(ids)), 1)}" for name, ids in found.items()]
     modalities.origin = f"modality from {kind}: {', '.join(words)}"
     if not found:
         modalities.origin = "all tokens are text, because no modality is given" + f" or in {kind}" * bool(config)

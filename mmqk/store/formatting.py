@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ def percent(share: float, digits: int = 2) -> str:
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 seed``, ``3 seeds``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def some(names: Iterable[str], most: int = 3) -> str:
+    """Return the first names of a list, and how many more there are: ``a, b, c and 4 more``."""
+    known = list(names)
+    return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:

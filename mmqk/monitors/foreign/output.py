@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from mmqk.store.alarms import truncate_alarms
 from mmqk.store.errors import UserError
 from mmqk.store.files import write_json
 from mmqk.store.folder import STATUS_NAME
-from mmqk.store.formatting import percent, plain
+from mmqk.store.formatting import percent, plain, some
 from mmqk.store.metrics import METRICS_NAME, MetricsWriter, last_metrics, parse_tag
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
@@ -64,26 +65,18 @@ def missing_series(tags: Collection[str], names: Collection[str]) -> str:
         tags: the measured tags.
         names: names of the modalities.
     """
-    by_statistic: dict[str, set[int | None]] = {}
-    for tag in map(parse_tag, tags):
-        if tag.modality in names:
-            by_statistic.setdefault(tag.statistic, set()).add(tag.layer)
-    layers = len(by_statistic.get("q_norm", ()))
-    absent = [name for name in SERIES if name not in by_statistic]
-    lacks = {name: layers - len(by_statistic.get(name, ())) for name in SERIES[:-1] if name not in absent}
-    partly = [f"{name} in {n} of {layers} layers" for name, n in lacks.items() if n > 0]
-    if not absent + partly:
-        return ""
-    return f"statistics not measured: {', '.join(absent + partly)} (pass an adapter that names their modules)"
+    measured = {(tag.statistic, tag.layer) for tag in map(parse_tag, tags) if tag.modality in names}
+    count = Counter(statistic for statistic, _ in measured)
+    layers = count["q_norm"]
+    absent = [name for name in SERIES if not count[name]]
+    absent += [f"{n} in {layers - count[n]} of {layers} layers" for n in SERIES[:-1] if 0 < count[n] < layers]
+    note = f"statistics not measured: {', '.join(absent)} (pass an adapter that names their modules)"
+    return note if absent else ""
 
 
 def restored_note(changed: Collection[str]) -> str:
     """Return a note of the state that the forward of a probe changed; empty if it changed none."""
-    if not changed:
-        return ""
-    first, *others = sorted(changed)
-    more = f" and {len(others)} more" if others else ""
-    return f"changed by the forward and restored after the probe: {first}{more}"
+    return f"changed by the forward and restored after the probe: {some(sorted(changed), 1)}" if changed else ""
 
 
 def warn_of_absent(tokens: Mapping[str, int]) -> None:
@@ -148,9 +141,7 @@ def _notes(records: Sequence[CallRecord]) -> list[str]:
         if record.no_weights is not None:
             note = f"without entropy, mass and rank ({record.no_weights})"
             paths.setdefault(note, []).append(record.path)
-    return [
-        f"{note}: {first}" + (f" and {len(others)} more" if others else "") for note, (first, *others) in paths.items()
-    ]
+    return [f"{note}: {some(of_note, 1)}" for note, of_note in paths.items()]
 
 
 class Output:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmqk.monitors.foreign.inputs import named_tensors
 from mmqk.monitors.preflight.context import IGNORED, Context, Finding, NotChecked, Pass, judged, mapped
-from mmqk.monitors.preflight.parameters import listed
+from mmqk.store.formatting import some
 
 _LIKE_ENTROPY = 0.2  # largest relative error of a derivative that counts as one of a cross-entropy
 _EQUAL = 0.01  # relative difference from which two weights differ
@@ -169,7 +169,7 @@ def one_modality(context: Context) -> Finding:
             problems.append(f"with {name} alone the loss or a gradient is not finite: divide by max(count, 1)")
         if lost := [n for n, g in context.gradients.items() if g is not None and after.gradients.get(n) is None]:
             hang = "is None, and DDP or FSDP may hang: add 0 times their output to the loss"
-            problems.append(f"with {name} alone the gradient of {listed(lost)} {hang}")
+            problems.append(f"with {name} alone the gradient of {some(lost)} {hang}")
     if not tried:
         raise NotChecked("no batch of one modality can be made from this batch")
     return judged(bool(problems), None, f"loss of a batch of one modality: {', '.join(tried)}", "; ".join(problems))

@@ -9,20 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.preflight.context import Context, Finding, NotChecked, judged
+from mmqk.store.formatting import some
 
 # Share of grad_norm^2 from which one tensor decides the size of clipped updates.
 DOMINANT = 0.9
 STUCK = 0.5  # share of a parameter's elements that an update cannot move
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def bracketed(names: Sequence[str]) -> str:
     """Return the first names of a list in brackets after a space, or "" for an empty list."""
-    return f" ({listed(names)})" if names else ""
+    return f" ({some(names)})" if names else ""
 
 
 def is_silent(gradient: Tensor | None) -> bool:
@@ -84,7 +80,7 @@ def gradient_norm(context: Context) -> Finding:
     bad = [name for name, x in squares.items() if not x < float("inf")]
     if bad:
         advice = "find the first operation with torch.autograd.detect_anomaly()"
-        return Finding("FAILED", total**0.5, f"the gradient of {listed(bad)} is not finite", advice)
+        return Finding("FAILED", total**0.5, f"the gradient of {some(bad)} is not finite", advice)
     share = squares[largest] / total if total else 0.0
     text = f"{largest} has {100 * share:.1f} % of grad_norm^2 (grad_norm {total**0.5:.3g})"
     advice = "clipping by the global norm scales all updates by this tensor: check its initial size and its loss"
@@ -117,7 +113,7 @@ def too_small_updates(context: Context) -> Finding:
         share = float((~moves & has_gradient).sum() / has_gradient.sum().clamp_min(1))
         worst = max(worst, share)
         stuck += [f"{name} ({str(p.dtype).removeprefix('torch.')}, lr {lr:.2g})"] if share >= STUCK else []
-    text = f"an update rounds to nothing in {len(stuck)} parameters" + (f": {listed(stuck)}" if stuck else "")
+    text = f"an update rounds to nothing in {len(stuck)} parameters" + (f": {some(stuck)}" if stuck else "")
     advice = "keep these parameters in fp32 (master weights), give them a higher learning rate, or store less than 1"
     return judged(bool(stuck), worst, text, advice)
 
@@ -129,7 +125,7 @@ def tied(context: Context) -> Finding:
         places.setdefault((p.data_ptr(), p.shape), []).append(name)
     twice = [" = ".join(names) for names in places.values() if len(names) > 1]
     if twice:
-        text = f"the optimizer updates and decays the same memory twice: {listed(twice)}"
+        text = f"the optimizer updates and decays the same memory twice: {some(twice)}"
         return Finding("FAILED", len(twice), text, "assign the Parameter itself: head.weight = embedding.weight")
     shared: dict[int, list[str]] = {}
     for name, p in context.root.named_parameters(remove_duplicate=False):
@@ -141,7 +137,7 @@ def tied(context: Context) -> Finding:
     if getattr(config, "tie_word_embeddings", False) and weights[0] is not weights[1]:
         text = "the config ties the head to the embedding, but they are two tensors"
         return Finding("FAILED", 0, text, "call tie_weights()")
-    return Finding("ok", len(ties), f"tied: {listed(ties)}" if ties else "no tied weights")
+    return Finding("ok", len(ties), f"tied: {some(ties)}" if ties else "no tied weights")
 
 
 def decay(context: Context) -> Finding:
