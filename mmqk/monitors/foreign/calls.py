@@ -1,7 +1,8 @@
 """Reads an attention call of a third-party model from the arguments of the attention function.
 
 This file reads torch's scaled_dot_product_attention, varlen_attn and flex_attention, the flash_attn package, the
-eager and flash attention of transformers, and the dense attention of mmqk's own model.
+eager and flash attention of transformers, and the dense attention of mmqk's own model. A reader gets the arguments by
+the names that the function gives them.
 
 Shapes: B batch, H query heads, G key heads, T query tokens, S key tokens, K head_dim. Packed calls have one axis for
 all B * T tokens.
@@ -132,34 +133,29 @@ def documents_of_positions(position_BT: Tensor) -> Tensor:
     return (position_BT.diff(dim=1, prepend=position_BT[:, :1]) < 0).cumsum(1)
 
 
-def of_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    split: Callable[[Tensor], Tensor] | None = None,
-) -> Call:
+def of_sdpa(query: Tensor, key: Tensor, value: Tensor, split: Callable[[Tensor], Tensor], **of: Any) -> Call:
     """Read a call of `torch.nn.functional.scaled_dot_product_attention`; ``split`` gives a tensor with three axes,
     (B * H, T, K) or (H * B, T, K), the axes (B, H, T, K)."""
+    attn_mask = of.get("attn_mask")
     if query.is_nested:
         raise NotMeasured("its queries are a nested tensor")
-    if query.ndim == 3 and split is not None:
+    if query.ndim == 3:
         if isinstance(attn_mask, Tensor) and attn_mask.ndim == 3 and len(attn_mask) == len(query):
             attn_mask = split(attn_mask)
         query, key, value = split(query), split(key), split(value)
     if query.ndim != 4:
         raise NotMeasured(f"its queries have shape {tuple(query.shape)}")
-    call = Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale))
+    call = Call(query, key, value, _scale(query, of.get("scale")))
     T, S = query.shape[2], key.shape[2]
-    if is_causal or type(attn_mask).__name__ == "CausalBias":
+    if of.get("is_causal") or type(attn_mask).__name__ == "CausalBias":
         call.mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril()[None, None]  # upper left
     elif attn_mask is not None:
         set_mask(call, attn_mask)
     return call
+
+
+def _scale(query: Tensor, given: float | None) -> float:
+    return query.shape[-1] ** -0.5 if given is None else float(given)
 
 
 def set_mask(call: Call, mask: Tensor) -> None:
@@ -181,16 +177,7 @@ def set_mask(call: Call, mask: Tensor) -> None:
         call.score_mod = lambda z_BTS, head: z_BTS + of_head(bias, head)
 
 
-def of_flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    *rest: Any,
-    **ignored: Any,
-) -> Call:
+def of_flex(query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor], **of: Any) -> Call:
     """Read a call of the operator that `flex_attention` calls; the last entry of its block mask is the mask_mod.
 
     The measured logits are the logits before the score_mod. The score_mod of a logit 0 is read like an additive mask.
@@ -198,8 +185,8 @@ def of_flex(
     from torch.nn.attention import flex_attention as flex
 
     (B, H, T, _), S, device = query.shape, key.shape[2], query.device
-    call = Call(query, key, value, float(scale))
-    call.mask = flex.create_mask(block_mask[-1], B, H, T, S, device=device)
+    call = Call(query, key, value, float(of["scale"]))
+    call.mask = flex.create_mask(of["block_mask"][-1], B, H, T, S, device=device)
     if getattr(score_mod, "__name__", "") == "_identity":
         return call
     try:
@@ -224,143 +211,82 @@ def of_flex(
     return call
 
 
-def of_transformers(
-    module: torch.nn.Module | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    **ignored: Any,
-) -> Call:
+def of_transformers(query: Tensor, key: Tensor, value: Tensor, **of: Any) -> Call:
     """Read a call of ``eager_attention_forward``, transformers' dense attention function."""
-    call = Call(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling))
-    call.softcap = softcap
-    call.set_sinks(getattr(module, "sinks", None) if s_aux is None else s_aux)
-    if attention_mask is not None:
-        set_mask(call, attention_mask[..., : key.shape[2]])
-    if position_bias is not None:
-        mask_bias, bias = call.score_mod, position_bias.float()
+    call = Call(query, key, value, _scale(query, of.get("scaling")), softcap=of.get("softcap"))
+    sinks = of.get("s_aux")
+    call.set_sinks(getattr(of.get("module"), "sinks", None) if sinks is None else sinks)
+    if (mask := of.get("attention_mask")) is not None:
+        set_mask(call, mask[..., : key.shape[2]])
+    if of.get("position_bias") is not None:
+        mask_bias, bias = call.score_mod, of["position_bias"].float()
         call.score_mod = lambda z, head: (mask_bias(z, head) if mask_bias else z) + of_head(bias, head)
     return call
 
 
 def of_mmqk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, kind: str = "softmax", **of: Any) -> Call:
     """Read a call of `mmqk.model.backends.attention` with the backend math."""
-    call = of_transformers(None, query, key, value, mask, of["scale"], of.get("softcap"), s_aux=of.get("sink_H"))
+    of |= {"attention_mask": mask, "scaling": of["scale"], "s_aux": of.get("sink_H")}
+    call = of_transformers(query, key, value, **of)
     if kind != "softmax":
         call.no_weights = f"its weights are not a softmax but a {kind}"
     return call
 
 
-def of_flash(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    *rest: Any,
-    **ignored: Any,
-) -> Call:
-    """Read a call of ``flash_attn::_flash_attn_forward``, the operator of flash_attn_func and its variants."""
-    if q_BTHK.shape[1] != k_BTGK.shape[1]:
-        raise NotMeasured(f"it has {q_BTHK.shape[1]} queries but {k_BTGK.shape[1]} keys")
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-    call = Call(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale))
-    call.softcap = softcap or None
-    T = q.shape[2]
+def of_flash(q: Tensor, k: Tensor, v: Tensor, **of: Any) -> Call:
+    """Read a call of ``flash_attn::_flash_attn_forward``, the operator of flash_attn_func and its variants, with
+    queries (B, T, H, K)."""
+    if q.shape[1] != k.shape[1]:
+        raise NotMeasured(f"it has {q.shape[1]} queries but {k.shape[1]} keys")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    call = Call(q, k, v, _scale(q, of.get("softmax_scale")), softcap=of.get("softcap") or None)
+    T, right = q.shape[2], 0 if of.get("causal") else of.get("window_size_right", -1)
+    left, right = (size if size >= 0 else T for size in (of.get("window_size_left", -1), right))
     back_TS = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
-    left, right = (size if size >= 0 else T for size in (window_size_left, 0 if causal else window_size_right))
     if min(left, right) < T:
         call.mask = ((back_TS <= left) & (back_TS >= -right))[None, None]
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.float().reshape(-1, q.shape[1])  # (H,) or (B, H)
+    if of.get("alibi_slopes") is not None:
+        slopes = of["alibi_slopes"].float().reshape(-1, q.shape[1])  # (H,) or (B, H)
         call.score_mod = lambda z_BTS, head: z_BTS - slopes[:, head, None, None] * back_TS.abs()
     return call
 
 
-def of_flash_varlen(
-    rows: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *rest: Any,
-    **named: Any,
-) -> Call:
+def of_flash_varlen(rows: int, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, **of: Any) -> Call:
     """Read a call of ``flash_attn::_flash_attn_varlen_forward``, with the packed documents of a batch on one axis."""
     if not rows or len(q) % rows or len(k) != len(q):
         raise NotMeasured(f"its {len(q)} packed tokens cannot be split into {rows} sequences of equal length")
-    call = of_flash(*(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
+    call = of_flash(*(x.unflatten(0, (rows, -1)) for x in (q, k, v)), **of)
     document_T = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True)
     call.see_only(same_document(document_T.view(rows, -1))[:, None])
     return call
 
 
-def of_torch_varlen(
-    rows: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    *rest: Any,
-    **ignored: Any,
-) -> Call:
-    """Read a call of ``torch_attn::_varlen_attn``, the operator of `varlen_attn` in torch 2.10."""
-    left, right = (-1, -1) if window_size is None else window_size
-    return of_flash_varlen(
-        rows, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-        softmax_scale=scale, causal=is_causal, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
+def of_torch_varlen(rows: int, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, **of: Any) -> Call:
+    """Read a call of ``torch_attn::_varlen_attn``, the operator of `varlen_attn`."""
+    left, right = of.get("window_size") or (-1, -1)
+    of |= {"softmax_scale": of.get("scale"), "causal": of.get("is_causal")}
+    return of_flash_varlen(rows, query, key, value, cu_seq_q, window_size_left=left, window_size_right=right, **of)
 
 
-def of_transformers_flash(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **ignored: Any,
-) -> Call:
+def of_transformers_flash(query: Tensor, key: Tensor, value: Tensor, **of: Any) -> Call:
     """Read transformers' flash-attention call.
 
     A mask (B, T) marks padding. A position id below the previous one starts a new document.
     """
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal, sliding_window = of.get("is_causal"), of.get("sliding_window")
+    causal = getattr(of.get("module"), "is_causal", True) if causal is None else causal
     # The window of transformers counts the token itself; the window of the kernel does not.
     left = sliding_window - 1 if sliding_window else -1
     right = left if left >= 0 and not causal else -1
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    call = of_flash(q, k, v, 0.0, scaling, causal, left, right, softcap or 0.0)
-    call.set_sinks(s_aux)
-    if attention_mask is not None:
-        call.see_only(attention_mask.bool()[:, None, None, :])
-    elif cu_seq_lens_q is not None:
-        document_T = torch.bucketize(torch.arange(q.shape[1], device=q.device), cu_seq_lens_q, right=True)
+    window = {"causal": causal, "window_size_left": left, "window_size_right": right}
+    call = of_flash(q, k, v, softmax_scale=of.get("scaling"), softcap=of.get("softcap"), **window)
+    call.set_sinks(of.get("s_aux"))
+    position_ids, borders = of.get("position_ids"), of.get("cu_seq_lens_q")
+    if of.get("attention_mask") is not None:
+        call.see_only(of["attention_mask"].bool()[:, None, None, :])
+    elif borders is not None:
+        document_T = torch.bucketize(torch.arange(q.shape[1], device=q.device), borders, right=True)
         call.see_only(same_document(document_T[None])[:, None])
     elif position_ids is not None and position_ids.ndim == 2 and len(query) == 1:  # as transformers does
         call.see_only(same_document(documents_of_positions(position_ids))[:, None])

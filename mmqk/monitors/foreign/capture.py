@@ -41,15 +41,22 @@ _OPERATORS: dict[str, Callable[..., Call]] = {
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
+_FLEX_ARGUMENTS = ("query", "key", "value", "score_mod", "block_mask", "scale")
+
+
 @cache
-def reader_of(func: Any) -> Callable[..., Call] | None:
-    """Return the function of `calls` that reads this torch function; None if it is not an attention function."""
+def reader_of(func: Any) -> tuple[Callable[..., Call], tuple[str, ...]] | None:
+    """Return the function of `calls` that reads this torch function, and the names of its arguments; None if it is not
+    an attention function."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return (calls.of_flex, _FLEX_ARGUMENTS) if func.name() == "flex_attention" else None
     if func is F.scaled_dot_product_attention:
-        return calls.of_sdpa
-    if isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention":
-        return calls.of_flex
-    is_overload = isinstance(func, torch._ops.OpOverload)
-    return _OPERATORS.get(func._schema.name if is_overload else getattr(func, "_qualified_op_name", "") or "")
+        func = torch.ops.aten.scaled_dot_product_attention
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        func = getattr(func, func.overloads()[0])
+    schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
+    reader = None if schema is None else _OPERATORS.get(schema.name)
+    return None if schema is None or reader is None else (reader, tuple(x.name for x in schema.arguments))
 
 
 class Capture(TorchFunctionMode):
@@ -96,10 +103,10 @@ class Capture(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             return self._torch_attention(args, kwargs)
         if (reader := reader_of(func)) is not None:
-            is_flash = reader in (calls.of_flash, calls.of_flash_varlen)
+            is_flash = reader[0] in (calls.of_flash, calls.of_flash_varlen)
             is_refused = is_flash and args[0].dtype not in (torch.float16, torch.bfloat16)
             dense = partial(_flash_output, args[0].shape) if is_refused else None
-            return self._attention(func, partial(self._read, reader), args, kwargs, dense=dense)
+            return self._attention(func, partial(self._read, *reader), args, kwargs, dense=dense)
         name = getattr(func, "__name__", "")
         if name in SOFTMAX and args and isinstance(args[0], Tensor):
             self._softmax(args[0])
@@ -192,14 +199,15 @@ class Capture(TorchFunctionMode):
         number = self.measurement.attention(path, call, origins)
         return None if origins[0] is None else Origin(origins[0].inputs, number)
 
-    def _read(self, reader: Callable[..., Call], *args: Any, **kwargs: Any) -> Call:
+    def _read(self, reader: Callable[..., Call], names: tuple[str, ...], *args: Any, **kwargs: Any) -> Call:
         """Return the call of a torch function or operator, with what its arguments do not tell."""
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
         if reader is calls.of_sdpa:
             order = self.layout.order_of(*tensors_in(args), *tensors_in(kwargs))
-            return reader(*args, **kwargs, split=lambda x: self.layout.split(x, order))
-        if reader in (calls.of_flash_varlen, calls.of_torch_varlen):
-            return reader(self.rows, *args, **kwargs)
-        call = reader(*args, **kwargs)
+            named["split"] = lambda x: self.layout.split(x, order)
+        elif reader in (calls.of_flash_varlen, calls.of_torch_varlen):
+            named["rows"] = self.rows
+        call = reader(**named)
         if reader is calls.of_flex:  # transformers applies the sinks of its layers after the operator
             call.set_sinks(getattr(self._running[-1][1], "sinks", None))
         return call
@@ -220,7 +228,8 @@ class Capture(TorchFunctionMode):
         requested, this method runs the function twice: once without the weights for the measurement, and once with
         them for the output.
         """
-        sdpa, read = F.scaled_dot_product_attention, partial(self._read, calls.of_sdpa)
+        sdpa = F.scaled_dot_product_attention
+        read = partial(self._read, *(reader_of(sdpa) or ()))
         origins, outputs = self._call_origins(args, kwargs), list[Tensor]()
 
         def measured(*a: Any, **k: Any) -> Any:
@@ -325,8 +334,10 @@ def _within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(outer + ".") or not outer
 
 
-def _read_eager(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Call:
-    """Read a call of an ``eager_attention_forward``."""
+def _read_named(
+    reader: Callable[..., Call], forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Call:
+    """Read a call of an attention function of transformers."""
     try:
         named = by_name(forward, (module, *args), kwargs)
     except TypeError as error:
@@ -334,7 +345,7 @@ def _read_eager(forward: Callable[..., Any], module: nn.Module, *args: Any, **kw
     if not {"module", "query", "key", "value"} <= named.keys():
         parameters = ", ".join(named)
         raise NotMeasured(f"its attention function takes {parameters}, not module, query, key and value")
-    return calls.of_transformers(**{"attention_mask": None, **named})
+    return reader(**named)
 
 
 @contextmanager
@@ -358,14 +369,15 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
     for name in {kind.__module__ for kind in kinds}:
         forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
         if callable(forward):
-            measured = capture.wrapped(forward, partial(_read_eager, forward))
+            measured = capture.wrapped(forward, partial(_read_named, calls.of_transformers, forward))
             replace(stack, sys.modules[name], "eager_attention_forward", measured)
     table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     if table is not None:
         entries = getattr(table, "_global_mapping", table)
         for key in [key for key in entries if "flash" in key and "|" not in key]:
             stack.callback(entries.__setitem__, key, entries[key])
-            entries[key] = capture.wrapped(entries[key], calls.of_transformers_flash, _transformers_output)
+            read = partial(_read_named, calls.of_transformers_flash, entries[key])
+            entries[key] = capture.wrapped(entries[key], read, _transformers_output)
 
 
 def _patch_mmqk(capture: Capture, stack: ExitStack) -> None:

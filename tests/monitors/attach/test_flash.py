@@ -15,12 +15,14 @@ from tests.monitors.attach.test_exact import IMAGE, same
 
 LIBRARY = torch.library.Library("flash_attn", "DEF")
 LIBRARY.define(
-    "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float p, float scale, bool causal, int window_size_left, "
-    "int window_size_right, float softcap, Tensor? alibi_slopes, bool s) -> (Tensor, Tensor, Tensor, Tensor)"
+    "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, "
+    "int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, "
-    "float p, float scale, bool causal) -> (Tensor, Tensor, Tensor, Tensor)"
+    "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "int max_seqlen_q, int max_seqlen_k, float dropout_p, float softmax_scale, bool causal)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -64,7 +66,7 @@ class Function(torch.autograd.Function):
     def forward(ctx, q, k, v):
         run = torch.ops.flash_attn._flash_attn_forward
         out, lse, _, _ = run(q, k, v, 0.0, 0.3, causal=True, window_size_left=9, window_size_right=0, softcap=0.0,
-                             alibi_slopes=SLOPES, s=False)  # fmt: skip
+                             alibi_slopes=SLOPES, return_softmax=False)  # fmt: skip
         assert lse.shape == (len(q), H, q.shape[1])
         return out
 
@@ -88,20 +90,20 @@ def test_its_operators_say_what_torchs_call_of_the_same_attention_says(call):
 
 def test_windows_packing_and_positions_are_those_of_the_kernels():
     q = torch.randn(2, 3, 8, 4)  # (B, H, T, K)
-    window = of_transformers_flash(nn.Identity(), q, q, q, None, sliding_window=3, is_causal=True).mask
+    window = of_transformers_flash(q, q, q, sliding_window=3, is_causal=True).mask
     t = torch.arange(8)
     assert torch.equal(window[0, 0], (t[:, None] >= t) & (t[:, None] - t < 3))
     # transformers reads packed documents from positions only for a batch size of 1.
     starts, one = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]]), q[:1]
-    packed = of_transformers_flash(nn.Identity(), one, one, one, None, position_ids=starts).mask[:, 0]
+    packed = of_transformers_flash(one, one, one, position_ids=starts).mask[:, 0]
     assert packed[0].sum() == 6 + 3 + 6
-    two = of_transformers_flash(nn.Identity(), q, q, q, None, position_ids=starts.expand(2, -1)).mask[:, 0]
+    two = of_transformers_flash(q, q, q, position_ids=starts.expand(2, -1)).mask[:, 0]
     assert torch.equal(two[0], torch.ones(8, 8).tril().bool())
     ends = torch.tensor([0, 3, 5, 8])
-    given = of_transformers_flash(nn.Identity(), one, one, one, None, cu_seq_lens_q=ends, is_causal=True)
+    given = of_transformers_flash(one, one, one, cu_seq_lens_q=ends, is_causal=True)
     assert torch.equal(given.mask[:, 0], packed)
     flat, ends = q.transpose(1, 2).flatten(0, 1), torch.tensor([0, 3, 5, 8, 16])
-    same_as = of_torch_varlen(2, flat, flat, flat, ends, None, 8, 8, is_causal=True).mask[:, 0]
+    same_as = of_torch_varlen(2, flat, flat, flat, ends, is_causal=True).mask[:, 0]
     assert torch.equal(same_as[:1], packed)
     both = of_flash(*[q.transpose(1, 2)] * 3, window_size_left=2, window_size_right=1).mask
     assert both[0, 0].sum(-1).tolist() == [2, 3, 4, 4, 4, 4, 4, 3]

@@ -77,9 +77,9 @@ def test_dense_attention_in_place_of_a_kernel_has_the_sink():
     z = (q @ k.mT * 8**-0.5).masked_fill(~CAUSAL, -torch.inf)
     rest = sinks.exp()[:, None, None]
     expected = (z.exp() / (z.exp().sum(-1, keepdim=True) + rest)) @ v
-    flash = of_transformers_flash(Sinks(None), q, k, v, None, s_aux=sinks)
+    flash = of_transformers_flash(q, k, v, module=Sinks(None), s_aux=sinks)
     torch.testing.assert_close(flash.output(), expected)
-    eager = of_transformers(Sinks(sinks), q, k, v, CAUSAL)
+    eager = of_transformers(q, k, v, module=Sinks(sinks), attention_mask=CAUSAL)
     torch.testing.assert_close(eager.output(), expected)
     plain = Call(q, k, v, 8**-0.5, CAUSAL)
     assert not torch.allclose(plain.output(), expected, rtol=1e-2)
