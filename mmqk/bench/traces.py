@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -205,16 +205,13 @@ def _final(metrics: pd.DataFrame) -> pd.Series:
 def outcomes_table(table: pd.DataFrame) -> str:
     """Return a row per change and a column per failure and step: how many seeds were saved or delayed, and the mean
     cost."""
-    columns = sorted({(f, at) for f, at in zip(table["failure"], table["at"], strict=True)})
+    cells: dict[Any, str] = {}  # by change, failure and step
+    for key, rows in table.groupby(["change", "failure", "at"]):
+        counts = rows["outcome"].value_counts()
+        said = ", ".join(f"{counts[name]} {name}" for name in ("saved", "delayed") if name in counts)
+        said = said or ("lost" if (rows["outcome"] != "").any() else "did not fail")
+        cells[key] = f"{said} {rows['cost'].mean():+.2f}"
+    columns = sorted({key[1:] for key in cells})
     names = [f"{failure} @{at}" if at else failure for failure, at in columns]
-    lines = []
-    for change, rows in table.groupby("change", sort=False):
-        cells = [str(change)]
-        for failure, at in columns:
-            cell = rows[(rows["failure"] == failure) & (rows["at"] == at)]
-            judged, counts = cell[cell["outcome"] != ""], cell["outcome"].value_counts()
-            said = ", ".join(f"{counts[name]} {name}" for name in ("saved", "delayed") if name in counts)
-            said = said or ("lost" if len(judged) else "did not fail" if len(cell) else "")
-            cells.append(f"{said} {cell['cost'].mean():+.2f}" if len(cell) else "")
-        lines.append(cells)
-    return markdown_table(["change", *names], lines)
+    changes = dict.fromkeys(table["change"])
+    return markdown_table(["change", *names], [[c, *(cells.get((c, *of), "") for of in columns)] for c in changes])

@@ -19,6 +19,7 @@ from mmqk.store import UserError, parse_tag, tag
 from mmqk.store.formatting import some
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+PARAMETERS = TABLE["parameters"]
 LAYER = re.compile(r"(?:^|[^a-z])(?:layers?|(?:res)?blocks?|h)[ ._/-]?(\d+)", re.IGNORECASE)
 NOISE, LOSS = (re.compile(rf"\b({TABLE['words'][name]})\b") for name in ("noise", "loss"))
 STATISTICS = {
@@ -43,7 +44,7 @@ def tag_of(name: str) -> str | None:
             return f"grad_norm/{parameter}"
     if match := re.fullmatch(TABLE["weight_of"], name):
         parameter = (match[1] or match[2]).replace("/", ".")
-        of = [m for m, names in TABLE["matrices"].items() if re.search(rf"(^|\.)({names})(\.|$)", parameter)]
+        of = [m for m in TABLE["matrices"] if re.search(rf"(^|\.)({PARAMETERS[m]})(\.|$)", parameter)]
         return f"w_{of[0]}_norm/layer{layer:02d}" if of and layer is not None else None
     rest = NOISE.sub(" ", LOSS.sub("loss", words(LAYER.sub(" ", name))))
     modality = next((m for m, names in TABLE["modalities"].items() if re.search(rf"\b({names})\b", rest)), None)

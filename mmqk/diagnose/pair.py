@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from mmqk.diagnose.logs import Log
+from mmqk.diagnose.names import TABLE
 from mmqk.store import UserError, parse_tag
 
 LIMIT = 6  # spreads
@@ -17,16 +18,8 @@ HOLD = 5  # values in a row beyond the limit
 LOSS_NATS = 0.1  # smaller differences of a loss are no parting, nor are factors below
 FACTOR = 1.25
 NOT_COMPARED = re.compile(r"tokens_per_s|alarm/.*|probe_sequences|captions_cut|attn_layers_\w+|budget_window")
+GROUPS = TABLE["groups"]
 NATS = re.compile(r"(val_)?(loss|log_z|excess)(/.*)?|attn_entropy.*")
-# A parameter belongs to the first group whose expression is found in its name.
-GROUPS = {
-    "head": r"(^|[._])(lm_head|head|output|output_layer|embed_out|unembed\w*)\.(weight|bias)$",
-    "embedding": r"embed|(^|\.)w[tp]e\b|patch",
-    "norms": r"norm|(^|\.)ln(_|\d|\.)",
-    "gates": r"(^|\.)(w_g|attn_gate|g_proj|router|gate)(\.|$)",
-    "attention": r"attn|attention|qkv|(^|\.)(w?[qkvo]|[qkvo]_proj|w_[qkvo])(\.|$)",
-    "MLP": r"mlp|ffn|feed_forward|expert|moe|(^|\.)(w[123]|fc\d?)(\.|$)",
-}
 
 
 @dataclass(frozen=True)
@@ -165,7 +158,9 @@ def gradient_growth(log: Log) -> pd.DataFrame:
     tenth = (len(squares) - 1) / 10
     ends = {"before": (round(tenth), round(2 * tenth)), "after": (round(9 * tenth), round(10 * tenth))}
     table = pd.DataFrame({name: squares.iloc[first : last + 1].mean() for name, (first, last) in ends.items()})
-    of = [next((g for g, p in GROUPS.items() if re.search(p, tag[10:].lower())), "other") for tag in parameters]
+    of = [
+        next((g for g, p in GROUPS.items() if re.search(p, tag[10:].lower())), "other") for tag in parameters
+    ]
     groups = table.groupby(pd.Index(of, name="group")).sum()
     groups["growth"] = groups["after"] - groups["before"]
     groups["share"] = groups["growth"] / groups["growth"].sum()

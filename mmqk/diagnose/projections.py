@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mmqk.diagnose.names import PARAMETERS
 from mmqk.diagnose.tensors import Weights
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import ByModality, SigmaLinear
@@ -27,16 +28,8 @@ from mmqk.store import UserError
 from mmqk.store.errors import reason_of
 
 _ROLES = {  # names of parameters after the number of the layer
-    role: re.compile(rf"(?:.*\.)?(?:{names})\.(weight|bias|gain|scale)")
-    for role, names in {
-        "q": r"q_proj|w_q|wq|c_q|to_q|query|linear_q",
-        "k": r"k_proj|w_k|wk|c_k|to_k|key|linear_k",
-        "qkv": r"qkv_proj|query_key_value|linear_qkv|c_attn|qkv|[wW]qkv|att_proj|W_pack",
-        "q_norm": r"q_norm|q_layernorm|query_norm|query_layernorm|q_layer_norm|norm_q|q_ln|ln_q",
-        "k_norm": r"k_norm|k_layernorm|key_norm|key_layernorm|k_layer_norm|norm_k|k_ln|ln_k",
-        "input": r"input_layernorm|attn_pre_norm|attention_norm|attn_norm|ln_1|ln1|ln_attn|norm1|norm_1|operator_norm"
-        r"|self_attn_layer_norm|layer_norm1|input_norm|attention_layernorm|pre_attn_norm|pre_attention_layernorm",
-    }.items()
+    role: re.compile(rf"(?:.*\.)?(?:{PARAMETERS[role]})\.(weight|bias|gain|scale)")
+    for role in ("q", "k", "qkv", "q_norm", "k_norm", "input")
 }
 _OTHER = re.compile(r"cross|encoder_attn|vision|visual|audio|vqmodel")
 _BY_KEY_HEAD = ("query_key_value", "linear_qkv")  # GPT-NeoX, Megatron: rows are the queries of a key head, key, value

@@ -21,7 +21,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from mmqk.diagnose.names import counts_units, step_of, tag_of
+from mmqk.diagnose.names import TABLE, counts_units, step_of, tag_of
 from mmqk.store import UserError, flatten, read_regular
 from mmqk.store.formatting import some
 
@@ -190,17 +190,6 @@ RANK = re.compile(r"^\s*\[(?:rank|default|[\w.-]+:)?(\d+)\]:", re.MULTILINE)
 LEVEL = re.compile(r"^.{,120}?\b(?:DEBUG|INFO|WARNING|ERROR)\b[\s:|\]-]*(?:\[[^\]=]*\]\s*)?")
 BAR = re.compile(r"\b(\d+)/(\d+) \[\d*\d:")
 ARGUMENT = re.compile(r"^ *(\w+) \.{3,} *(\S.*)$", re.MULTILINE)
-TOOLS = {
-    "GPT-NeoX": r"samples/sec: [\d.]+ \| iteration +\d+/",
-    "Megatron": r"iteration +\d+/ *\d+ \|",
-    "torchtitan": r"step: +\d+  loss: ",
-    "nanoGPT": r"\biter \d+: loss",
-    "litgpt": r"iter +\d+ step \d+ \| loss train",
-    "OLMo": r"\[step=\d+/\d+",
-    "transformers": r"^.*\{'loss': ",
-    "fairseq": r"\bnum_updates=\d",
-    "OpenMMLab": r" - mm\w+ - INFO - ",
-}
 # OpenMMLab: Epoch(train) [1][200/735], Epoch [1][54/30895], Iter [50/10548].
 WITHIN = re.compile(r"\b(?:Epoch(?:\(train\))? *\[(\d+)\]|Iter(?:\(train\))?) *\[ *(\d+)/\d+\]")
 
@@ -232,7 +221,7 @@ def _lines(text: str) -> Raw:
             rows.append({"step": rows[-1]["step"]})
         rows[-1].update(pairs)
     table: Any = pd.DataFrame([row for row in rows if row.keys() - {"step"}], dtype=object)
-    tool = next((tool for tool, pattern in TOOLS.items() if re.search(pattern, text, re.MULTILINE)), "")
+    tool = next((tool for tool, pattern in TABLE["tools"].items() if re.search(pattern, text, re.MULTILINE)), "")
     if tool in ("Megatron", "GPT-NeoX") and "learning rate" in table:
         _omitted_losses(table, notes)
     config = {name: value_of(value) for name, value in ARGUMENT.findall(text)}

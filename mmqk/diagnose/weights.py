@@ -15,13 +15,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from mmqk.diagnose.names import PARAMETERS
 from mmqk.diagnose.projections import Projections, Side, is_centered, projections
 from mmqk.diagnose.tensors import Weights
 from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store.metrics import tag
 
-_EMBED = re.compile(r"(.*\.)?(embed_tokens|embed|wte|tok_embeddings|word_embeddings|embed_in)\.weight")
-_HEAD = re.compile(r"(.*\.)?(lm_head|head|embed_out|output|output_layer)\.weight")
+_ROWS = {name: re.compile(rf"(.*\.)?({PARAMETERS[name]})\.weight") for name in ("embed", "head")}
 _NORM = re.compile(r"(.*[._])?(norm\w*|\w*norm|layernorm\w*|ln\w*|\w+_ln)(\.copies\.\d+)?\.(weight|gain|scale)")
 _LARGEST_SVD = 1024  # the spectral norm of larger matrices comes from a Lanczos iteration
 
@@ -179,7 +179,7 @@ def _by_tensor(weights: Weights, blocks: Mapping[str, range]) -> tuple[list[tupl
             gains.append((name, str(tensor.dtype).removeprefix("torch."), *sizes, ones))
             if tensor.dtype == torch.bfloat16 and ones == 1:
                 faults.append((name, "all gains are exactly 1 in bf16: updates below 2^-9 are lost in rounding"))
-        matrix = "embed" if _EMBED.fullmatch(name) else "head" if _HEAD.fullmatch(name) else ""
+        matrix = next((matrix for matrix, names in _ROWS.items() if names.fullmatch(name)), None)
         if matrix and tensor.ndim == 2:
             norm_V = torch.linalg.vector_norm(tensor, dim=1, dtype=torch.float32)
             block_V = np.full(len(norm_V), "text", dtype=object)

@@ -286,7 +286,7 @@ class Collector:
         self._statistics.add_means(self._tags("k_common", layer), common_mode(k_BHSK, self.selected_MBT))
         if softmax:
             if (rank_HB := statistics.rank) is None:
-                rank_HB = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap, pairs.reach, sink_H)
+                rank_HB = attention_rank(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
             self._rank(layer, rank_HB, pairs)
 
     def weights(

@@ -323,13 +323,7 @@ def common_mode(k_BHSK: Tensor, token_MBT: Tensor) -> Sums:
 
 
 def attention_rank(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    scale: float,
-    visible_BTS: Tensor,
-    softcap: float | None = None,
-    reach: Sequence[tuple[slice, int]] | None = None,
-    sink_H: Tensor | None = None,
+    q_BHTK: Tensor, k_BHSK: Tensor, scale: float, pairs: Pairs, softcap: float | None, sink_H: Tensor | None
 ) -> Tensor:
     """Return the participation ratio of the singular values of each attention matrix, (H, B).
 
@@ -342,19 +336,18 @@ def attention_rank(
         q_BHTK: queries of the dot product.
         k_BHSK: keys of the dot product.
         scale: factor on the dot product.
-        visible_BTS: which keys each query may see.
+        pairs: visible pairs of query and key; `participation` skips keys that no query of a slice sees.
         softcap: cap on the logits before the softmax, or None.
-        reach: `Pairs.reach`, with which `participation` skips keys that no query of a slice sees; None: skip no keys.
         sink_H: logit of each head's sink, whose column is not part of the matrix; None if there are no sinks.
     """
     q, k = scale * q_BHTK.float(), k_BHSK.float()
-    B, H, T, _ = q.shape
-    at_once = max(1, pairs_module.CHUNK_ELEMENTS // visible_BTS[0].numel())
+    B, H = q.shape[:2]
+    at_once = max(1, pairs_module.CHUNK_ELEMENTS // pairs.visible_BTS[0].numel())
     sinks: Sequence[Tensor | None] = [None] * H if sink_H is None else sink_H.float().split(at_once)
     ranks: list[Tensor] = []
     for start in range(0, B, max(1, at_once // H)):
         some = slice(start, start + max(1, at_once // H))
-        mask = Mask.of(visible_BTS[some, None])
+        mask = Mask.of(pairs.visible_BTS[some, None])
         of_heads = []
         for q_BhTK, k_BhSK, sink_h in zip(q[some].split(at_once, 1), k[some].split(at_once, 1), sinks, strict=False):
             logits_BhTS = q_BhTK @ k_BhSK.mT
@@ -364,6 +357,6 @@ def attention_rank(
             weight_BhTS = mask.zero_(torch.softmax(hidden_BhTS, -1))  # rows of padding become 0
             if sink_h is not None:
                 weight_BhTS *= key_shares(hidden_BhTS.logsumexp(-1) - sink_h[:, None])
-            of_heads.append(participation(weight_BhTS, reach or [(slice(0, T), k.shape[2])]))
+            of_heads.append(participation(weight_BhTS, pairs.reach))
         ranks.append(torch.cat(of_heads, 1))
     return torch.cat(ranks).T
