@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -72,41 +73,31 @@ def score(name: str, traces: Sequence[Trace], scores: Sequence[pd.Series], thres
         scores: the scores of the rule for each run, from the end of the warm-up on.
         threshold: its threshold.
     """
-    hits: dict[int, list[bool]] = {}
-    kinds: dict[str, tuple[int, int]] = {}
-    leads, accused, alarms, steps = [], 0, 0, 0
+    rows: list[tuple[Any, ...]] = []
     for trace, series in zip(traces, scores, strict=True):
-        at = begins(series, threshold)
-        if trace.healthy:
-            accused += len(at) > 0
-            alarms, steps = alarms + len(at), steps + trace.run.last_step
-            continue
-        early = at[at <= trace.label.begins]
-        alarms, steps = alarms + len(early), steps + trace.label.begins
-        late = at[at > trace.label.begins]
-        hits.setdefault(trace.run.seed, []).append(len(late) > 0)
-        hit, runs = kinds.get(trace.label.kind, (0, 0))
-        kinds[trace.label.kind] = hit + (len(late) > 0), runs + 1
-        if len(late) and trace.failed_at is not None:
-            leads.append((trace.failed_at - late[0]) / trace.run.last_step)
-    shares = [float(np.mean(of_seed)) for of_seed in hits.values()]
-    low, high = (
-        stats.t.interval(0.95, len(shares) - 1, np.mean(shares), stats.sem(shares))
-        if len(shares) > 1 and np.std(shares) > 0
-        else (np.mean(shares or [math.nan]),) * 2
-    )
+        at, until = begins(series, threshold), trace.run.last_step if trace.healthy else trace.label.begins
+        late = at[at > until]
+        fails = trace.failed_at if len(late) else None
+        lead = math.nan if fails is None else (fails - late[0]) / trace.run.last_step
+        rows.append((trace.label.kind, trace.run.seed, len(late) > 0, len(at) - len(late), until, lead))
+    runs = pd.DataFrame(rows, columns=["kind", "seed", "hit", "false_alarms", "steps", "lead"])
+    faults, healthy = runs[runs["kind"] != ""], runs[runs["kind"] == ""]
+    shares = faults.groupby("seed")["hit"].mean()
+    low = high = float(shares.mean())
+    if len(shares) > 1 and np.std(shares) > 0:
+        low, high = stats.t.interval(0.95, len(shares) - 1, low, stats.sem(shares))
     return Score(
         rule=name,
         threshold=threshold,
-        hits=sum(map(sum, hits.values())),
-        faults=sum(map(len, hits.values())),
+        hits=int(faults["hit"].sum()),
+        faults=len(faults),
         low=max(0.0, float(low)),
         high=min(1.0, float(high)),
-        accused=accused,
-        healthy=sum(trace.healthy for trace in traces),
-        per_1000=1000 * alarms / max(1, steps),
-        lead=float(np.median(leads)) if leads else math.nan,
-        kinds=kinds,
+        accused=int((healthy["false_alarms"] > 0).sum()),
+        healthy=len(healthy),
+        per_1000=float(1000 * runs["false_alarms"].sum() / max(1, runs["steps"].sum())),
+        lead=float(faults["lead"].median()),
+        kinds={str(kind): (int(hit.sum()), len(hit)) for kind, hit in faults.groupby("kind", sort=False)["hit"]},
     )
 
 

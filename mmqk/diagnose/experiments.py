@@ -22,6 +22,7 @@ import pandas as pd
 import yaml
 
 from mmqk.bench.traces import LASTING, SMOOTH, metrics_table
+from mmqk.diagnose.findings import tables
 from mmqk.inspection.step import Position
 from mmqk.lab.runs import Run, read_runs
 from mmqk.store import UserError
@@ -34,16 +35,7 @@ PAST = 50  # steps that the forks train past the event, if the run is as long
 LATE = {"rise": 50, "divergence": 50}
 BATCHES_BEFORE, MOST_BATCHES = 4, 50
 CONTROL = "same"
-# Arm: what changes, what it means if the event is gone, what it means if it remains.
-ARMS = {
-    CONTROL: ("nothing", "the event does not repeat: nothing to compare with", "the event repeats"),
-    "batches": ("other batches", "it needs these batches", "it comes with other batches too"),
-    "sequences": ("sequences left out", "it needs these sequences", "it comes without these sequences too"),
-    "precision": ("precision", "it depends on the precision", "the precision does not decide"),
-    "moments": ("new moments", "it needs the optimizer's moments", "it comes with new moments too"),
-    "slower": ("learning rate / 3", "it needs this learning rate", "it comes at a third of the learning rate too"),
-    "noise": ("noise of 1e-6", "it hangs on rounding: repeat with other seeds", "it does not hang on rounding"),
-}
+ARMS: dict[str, dict[str, str]] = tables()["arms"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +125,7 @@ def run(
         **(fields or {}),
     }
     arms = {
-        name: {"label": ARMS[name][0], "fork": {"checkpoint": str(checkpoint.resolve())}, "set": common | changed}
+        name: {"label": ARMS[name]["what"], "fork": {"checkpoint": str(checkpoint.resolve())}, "set": common | changed}
         for name, changed in settings.items()
     }
     grid = {"name": "experiments", "title": f"Experiments on {folder.name}", "base": [], "seeds": [one.seed]}
@@ -176,12 +168,12 @@ def _table(found: Mapping[str, pd.DataFrame], event: Event, before: float) -> pd
     for name in (name for name in ARMS if name in found):
         loud = _loud(found[name].get(event.tag, pd.Series(dtype=float)), event)
         final = loud.iloc[-SHORT:].median()
-        rows[name] = {"change": ARMS[name][0], "outcome": "", "before": before, "most": loud.max(), "final": final}
+        rows[name] = {"change": ARMS[name]["what"], "outcome": "", "before": before, "most": loud.max(), "final": final}
     control = rows[CONTROL]["most"] - before
     for name, row in rows.items():
         remains = control > 0 and row["most"] - before >= control / 2
         row["outcome"] = "unknown" if math.isnan(row["most"] - control) else "remains" if remains else "gone"
-        row["means"] = {"gone": ARMS[name][1], "remains": ARMS[name][2]}.get(row["outcome"], "nothing was logged")
+        row["means"] = ARMS[name].get(row["outcome"], "nothing was logged")
         if name != CONTROL and rows[CONTROL]["outcome"] != "remains":
             row["means"] = ""  # nothing to compare with
         for value in ("before", "most", "final"):

@@ -158,9 +158,7 @@ def gradient_growth(log: Log) -> pd.DataFrame:
     tenth = (len(squares) - 1) / 10
     ends = {"before": (round(tenth), round(2 * tenth)), "after": (round(9 * tenth), round(10 * tenth))}
     table = pd.DataFrame({name: squares.iloc[first : last + 1].mean() for name, (first, last) in ends.items()})
-    of = [
-        next((g for g, p in GROUPS.items() if re.search(p, tag[10:].lower())), "other") for tag in parameters
-    ]
+    of = [next((g for g, p in GROUPS.items() if re.search(p, tag[10:].lower())), "other") for tag in parameters]
     groups = table.groupby(pd.Index(of, name="group")).sum()
     groups["growth"] = groups["after"] - groups["before"]
     groups["share"] = groups["growth"] / groups["growth"].sum()
