@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -163,7 +164,7 @@ def departures(metrics: pd.DataFrame, limits: Mapping[str, float]) -> list[Depar
         edge = middle[at] + side * limit * deviation[at]
         calm = (side * series.loc[at:] < side * edge).rolling(IN_A_ROW).min().shift(1 - IN_A_ROW) == 1
         back = int(str(calm.idxmax())) if calm.any() else None
-        unscaled = float if series.equals(metrics[tag].dropna()) else np.exp
+        unscaled: Callable[[float], Any] = float if series.equals(metrics[tag].dropna()) else np.exp
         left = Departure(at, tag, float(metrics[tag][at]), float(unscaled(middle[at])), float(unscaled(edge)), back)
         found.append((left.step, -abs(score[at]) / limit, left))
     return [left for *_, left in sorted(found, key=lambda entry: entry[:2])]

@@ -229,7 +229,9 @@ class Capture(TorchFunctionMode):
         them for the output.
         """
         sdpa = F.scaled_dot_product_attention
-        read = partial(self._read, *(reader_of(sdpa) or ()))
+        reader = reader_of(sdpa)
+        assert reader is not None
+        read = partial(self._read, *reader)
         origins, outputs = self._call_origins(args, kwargs), list[Tensor]()
 
         def measured(*a: Any, **k: Any) -> Any:
