@@ -128,9 +128,11 @@ def same_document(document_BT: Tensor) -> Tensor:
     return document_BT[:, :, None] == document_BT[:, None]
 
 
-def documents_of_positions(position_BT: Tensor) -> Tensor:
-    """Return the number of each token's packed document, (B, T): a position below the previous one starts one."""
-    return (position_BT.diff(dim=1, prepend=position_BT[:, :1]) < 0).cumsum(1)
+def documents_of_positions(position_BT: Tensor, valid_BT: Tensor | None = None) -> Tensor:
+    """Return the number of each token's packed document, (B, T): a position below the previous one starts one, unless
+    that one is padding (False in ``valid_BT``), after which positions begin."""
+    starts_BT = position_BT.diff(dim=1, prepend=position_BT[:, :1]) < 0
+    return (starts_BT if valid_BT is None else starts_BT & valid_BT.roll(1, 1)).cumsum(1)
 
 
 def of_sdpa(query: Tensor, key: Tensor, value: Tensor, split: Callable[[Tensor], Tensor], **of: Any) -> Call:

@@ -6,7 +6,7 @@ the model's mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import cast
 
@@ -18,7 +18,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.backends import documents_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
-from mmqk.model.transformer import Block, capped, evaluation_mode
+from mmqk.model.transformer import Block, Observer, capped, evaluation_mode
 from mmqk.monitors.collect import NORM_SITES, Collector, Statistics
 from mmqk.monitors.formulas.pairs import Pairs, visible_pairs
 from mmqk.monitors.formulas.reduce import Sums, selection
@@ -167,10 +167,7 @@ def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
 
 @torch.no_grad()
 def eager_forward(
-    model: EarlyFusionTransformer,
-    batch: TokenBatch,
-    observer: Callable[[str, int, Tensor], None],
-    dense_for: Collection[str],
+    model: EarlyFusionTransformer, batch: TokenBatch, observer: Observer, dense_for: Collection[str]
 ) -> None:
     """Run the model eagerly and in evaluation mode. If its backend is in ``dense_for``, use dense attention instead.
 

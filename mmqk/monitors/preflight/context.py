@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqk.monitors.foreign.calls import documents_of_positions
 from mmqk.monitors.foreign.inputs import Inputs, by_name, named_tensors, valid_tokens
 from mmqk.monitors.foreign.isolate import copied, isolated
 from mmqk.monitors.foreign.probe import find_logits
@@ -263,12 +264,9 @@ class Context:
         the batch; None if the batch is not packed."""
         for name, x in (*named_tensors(self.inputs.named), *named_tensors(self.batch)):
             words = set(name.lower().removesuffix("s").split("_"))
-            if name == "position_ids":
+            if name == "position_ids" and x.shape[-1] == self.ids_BT.shape[1]:
                 positions = x[0] if x.ndim == 3 else x
-                restarts = (positions.diff(dim=1, prepend=positions[:, :1]) < 0).expand(len(self.ids_BT), -1)
-                if restarts.shape == self.valid_BT.shape:  # positions after left padding begin, they do not restart
-                    restarts = restarts & self.valid_BT.roll(1, 1)
-                x = restarts.cumsum(1)
+                x = documents_of_positions(positions.expand(self.ids_BT.shape), self.valid_BT)
             elif not words & {"document", "doc", "segment", "sequence", "seq"}:
                 continue
             if x.shape == self.ids_BT.shape and bool(((x != x[:, :1]) & self.valid_BT).any()):
