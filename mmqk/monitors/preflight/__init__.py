@@ -14,6 +14,7 @@ from mmqk.monitors.modalities import Modality
 from mmqk.monitors.preflight import attention, parameters
 from mmqk.monitors.preflight import loss as losses
 from mmqk.monitors.preflight.context import Context, Finding, NotChecked, Table
+from mmqk.store.errors import reason_of
 
 __all__ = ["Finding", "Table", "preflight"]
 
@@ -84,7 +85,7 @@ def preflight(
         text = "; ".join(filter(None, ("loss of the batch", context.modalities.origin)))
         findings = [Finding("ok", context.first.loss, text, check="forward and backward")]
     except Exception as error:
-        text, advice = f"{type(error).__name__}: {one_line(error)}", "run the loss on this batch alone"
+        text, advice = f"{type(error).__name__}: {reason_of(error)}", "run the loss on this batch alone"
         if loss is not None:
             advice += "; loss must be a function loss(model, batch) that calls the model and returns a scalar tensor"
         return Table((Finding("FAILED", None, text, advice, "forward and backward"),))
@@ -92,13 +93,8 @@ def preflight(
         try:
             finding = check(context)
         except NotChecked as reason:
-            finding = Finding("not checked", None, one_line(reason))
+            finding = Finding("not checked", None, str(reason))
         except Exception as error:  # a model may refuse a changed batch
-            finding = Finding("not checked", None, f"{type(error).__name__}: {one_line(error)}")
+            finding = Finding("not checked", None, f"{type(error).__name__}: {reason_of(error)}")
         findings.append(replace(finding, check=name))
     return Table(tuple(findings))
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of an error as one line."""
-    return " ".join(str(error).split())
