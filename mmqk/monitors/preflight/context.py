@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.foreign.calls import documents_of_positions
-from mmqk.monitors.foreign.inputs import Inputs, by_name, named_tensors, valid_tokens
+from mmqk.monitors.foreign.inputs import Inputs, named_tensors, valid_tokens
 from mmqk.monitors.foreign.isolate import copied, isolated
 from mmqk.monitors.foreign.probe import find_logits
 from mmqk.monitors.modalities import Modality, modalities_of
@@ -350,13 +350,6 @@ class Context:
         if torch.equal(ids_BT, self.ids_BT) or not watched_BT.any():
             raise NotChecked("the batch has no tokens that can be replaced by others of their modality")
         return self.largest((self.output(self.with_ids(ids_BT)) - self.base_BTV)[watched_BT])
-
-    def takes(self, name: str) -> bool:
-        """Return whether the model's forward has a parameter of this name."""
-        try:
-            return name in by_name(self.root.forward, (), {**self.inputs.named, name: None})
-        except TypeError:
-            return False
 
 
 def judged(is_failed: bool, number: float | None, text: str, advice: str) -> Finding:
