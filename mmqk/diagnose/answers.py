@@ -98,8 +98,8 @@ def of_pair(options: argparse.Namespace) -> Answer:
     partings, losses, last = part(run, reference), apart(run, reference), at_the_end(run, reference)
     fields = [(f, run.config.get(f), reference.config.get(f)) for f in differing_fields(run.config, reference.config)]
     tables = {
-        "series that part, the first one first": pd.DataFrame(map(asdict, partings)),
-        "losses that are apart to the end": pd.DataFrame(map(asdict, losses)),
+        "series that part, the first one first": pd.DataFrame(partings),
+        "losses that are apart to the end": pd.DataFrame(losses),
         f"at the last common step, {last.attrs['step']:,}": last,
         "fields that differ": pd.DataFrame(fields, columns=["field", "run", "reference"]),
     }
@@ -110,11 +110,10 @@ def of_pair(options: argparse.Namespace) -> Answer:
     if last.attrs["steps"] < 2 * HOLD:
         title = f"{run.source} and {reference.source} have {last.attrs['steps']} steps in common, too few to compare"
     if losses:
-        since = "the first step" if losses[0].first else f"step {losses[0].step:,}"
-        title = f"{run.source} is apart from {reference.source} from {since} to the end: {losses[0].tag}"
+        since = "the first step" if losses[0]["first"] else f"step {losses[0]['step']:,}"
+        title = f"{run.source} is apart from {reference.source} from {since} to the end: {losses[0]['tag']}"
     if partings:
-        first = partings[0]
-        title = f"{run.source} parts from {reference.source} at step {first.step:,}: {first.tag}"
+        title = "{} parts from {} at step {step:,}: {tag}".format(run.source, reference.source, **partings[0])
     return _answer(title, tables, notes, bool(partings or losses))
 
 

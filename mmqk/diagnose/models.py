@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mmqk.checkpoint import load_checkpoint, model_of, newest_checkpoint
 from mmqk.diagnose.tensors import call, read
-from mmqk.diagnose.weights import CAVEAT, LAWS, describe, grew, ranges_of
+from mmqk.diagnose.weights import CAVEAT, LAWS, Description, grew, ranges_of
 from mmqk.interop.folders import read_huggingface
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import evaluation_mode
@@ -232,7 +232,7 @@ def tables_of(
         there is a finding: a fault, a measured logit beyond the limit, or logits or their bound that grow by a law.
     """
     checkpoints = [read(source) for source in sources]
-    found = [describe(weights, blocks) for weights in checkpoints]
+    found = [Description(weights, blocks) for weights in checkpoints]
     last, numbers = found[-1], [description.numbers() for description in found]
     notes = list(dict.fromkeys(note for description in found for note in description.notes))
     tables = {"tensors with a fault": last.faults, "layers": last.layers}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,27 +22,6 @@ GROUPS = TABLE["groups"]
 NATS = re.compile(r"(val_)?(loss|log_z|excess)(/.*)?|attn_entropy.*")
 
 
-@dataclass(frozen=True)
-class Parting:
-    """A series of the run that left the spread and stayed beyond it.
-
-    Attributes:
-        tag: the series.
-        step: the first step beyond the limit.
-        run, reference: the values of the two runs there.
-        spread: standard deviation that one value has by chance; in nats for a loss, a log z or an entropy, else of the
-            logarithm.
-        spreads: the difference in spreads; infinite if one of the values is not finite.
-    """
-
-    tag: str
-    step: int
-    run: float
-    reference: float
-    spread: float
-    spreads: float
-
-
 def _both(run: Log, reference: Log) -> dict[str, pd.DataFrame]:
     """Return the values of two logs at the steps that both have, for each series to compare."""
     tables: dict[str, pd.DataFrame] = {}
@@ -52,8 +31,12 @@ def _both(run: Log, reference: Log) -> dict[str, pd.DataFrame]:
     return tables
 
 
-def part(run: Log, reference: Log) -> list[Parting]:
-    """Return the series in which a run parts from its reference, the first one first.
+def part(run: Log, reference: Log) -> list[dict[str, Any]]:
+    """Return the series in which a run leaves the spread around its reference and stays beyond it, the first one first.
+
+    A row has ``tag``; the first ``step`` beyond the limit, and there the values ``run`` and ``reference``; ``spread``,
+    the standard deviation that one value has by chance, in nats for a loss, a log z or an entropy, else of the
+    logarithm; and ``spreads``, the difference in spreads, infinite if one of the values is not finite.
 
     The spread of a series is that of the difference before the step (1.48 times the median distance from its median),
     so a constant difference is no parting. A parting is at least `LIMIT` spreads and `LOSS_NATS` or `FACTOR`, for
@@ -66,10 +49,10 @@ def part(run: Log, reference: Log) -> list[Parting]:
     if not tables:
         raise UserError(f"{run.source} and {reference.source} have no series with a step in common: check --step")
     partings = [parting for tag, table in tables.items() if (parting := _parting(tag, table)) is not None]
-    return sorted(partings, key=lambda parting: (parting.step, -parting.spreads))
+    return sorted(partings, key=lambda parting: (parting["step"], -parting["spreads"]))
 
 
-def _parting(tag: str, table: pd.DataFrame) -> Parting | None:
+def _parting(tag: str, table: pd.DataFrame) -> dict[str, Any] | None:
     """Return the first value from which the first column is apart from the second; None if it is not."""
     finite = table.abs() < np.inf
     values = table[finite.all(axis=1)]
@@ -92,23 +75,15 @@ def _parting(tag: str, table: pd.DataFrame) -> Parting | None:
     width = float(before.iloc[-1]) if len(before) else np.nan
     size = abs(float(difference[step])) if step in difference.index else np.inf
     own, other = map(float, table.loc[step])
-    return Parting(tag, step, own, other, width, size / width if width else np.inf)
+    spreads = size / width if width else np.inf
+    return {"tag": tag, "step": step, "run": own, "reference": other, "spread": width, "spreads": spreads}
 
 
-@dataclass(frozen=True)
-class Apart:
-    """A loss that is apart from that of the reference to the end: from ``step`` on, which is ``first`` if that is the
-    first common step; ``run`` and ``reference`` are the medians of the last values, in nats."""
-
-    tag: str
-    step: int
-    first: bool
-    run: float
-    reference: float
-
-
-def apart(run: Log, reference: Log) -> list[Apart]:
+def apart(run: Log, reference: Log) -> list[dict[str, Any]]:
     """Return the losses that are apart to the end, the first one first; also of runs that differ from the first step.
+
+    A row has ``tag``; ``step``, from which on the loss is apart, and whether it is the ``first`` common one; and ``run``
+    and ``reference``, the medians of the last values, in nats.
 
     A loss is apart where the median of the difference over a twentieth of the common steps (at least `HOLD`) stays
     above `LOSS_NATS` and above `LIMIT` of its standard errors. The noise is that of successive differences, so
@@ -129,9 +104,9 @@ def apart(run: Log, reference: Log) -> list[Apart]:
             continue
         since = int((~beyond).to_numpy().nonzero()[0].max(initial=-1)) + 1  # the place after the last that is not
         step = int(table.index[since])
-        ends = table.iloc[-width:].median()
-        found.append(Apart(tag, step, since == 0, float(ends.iloc[0]), float(ends.iloc[1])))
-    return sorted(found, key=lambda one: one.step)
+        own, other = table.iloc[-width:].median().tolist()
+        found.append({"tag": tag, "step": step, "first": since == 0, "run": own, "reference": other})
+    return sorted(found, key=lambda one: one["step"])
 
 
 def at_the_end(run: Log, reference: Log) -> pd.DataFrame:

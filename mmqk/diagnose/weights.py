@@ -1,4 +1,4 @@
-"""What the weights of a checkpoint say without a batch: `describe`; which numbers grow, and by which law: `grew`.
+"""What the weights of a checkpoint say without a batch: `Description`; which numbers grow, and by which law: `grew`.
 
 Shapes: D model width, H query heads, G key heads, K head_dim, E D + 1, V vocabulary.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -24,43 +23,6 @@ from mmqk.store.metrics import tag
 _ROWS = {name: re.compile(rf"(.*\.)?({PARAMETERS[name]})\.weight") for name in ("embed", "head")}
 _NORM = re.compile(r"(.*[._])?(norm\w*|\w*norm|layernorm\w*|ln\w*|\w+_ln)(\.copies\.\d+)?\.(weight|gain|scale)")
 _LARGEST_SVD = 1024  # the spectral norm of larger matrices comes from a Lanczos iteration
-
-
-@dataclass(frozen=True)
-class Description:
-    """What the weights of one checkpoint say.
-
-    Attributes:
-        layers: a row per layer: layer, qk_norm (in words), heads, key_heads, head_dim, layout, scale, softcap;
-            w_q_norm, w_q_spectral, w_q_stable_rank, and the same of w_k; bounded_by, where the bound comes from.
-        heads: a row per query head: layer, head, key_head, qk_spectral, attn_logit_unrotated and attn_logit_bound
-            (see `bounds`).
-        gains: a row per norm: name, dtype, min, median and max of the gains, and the share that is exactly 1.
-        rows: a row per matrix (embed, head) and vocabulary block: number of rows, mean and maximum of their L2 norms.
-        faults: a row per tensor with a problem: tensor, problem.
-        notes: a sentence on each thing that could not be read.
-    """
-
-    layers: pd.DataFrame
-    heads: pd.DataFrame
-    gains: pd.DataFrame
-    rows: pd.DataFrame
-    faults: pd.DataFrame
-    notes: list[str]
-
-    def numbers(self) -> dict[str, float]:
-        """Return all numbers by tag."""
-        values: dict[str, float] = {}
-        for name in _HEAD_COLUMNS:
-            for row in self.heads.to_dict("records"):
-                values[tag(name, layer=row["layer"], head=row["head"])] = row[name]
-            for layer, largest in self.heads.groupby("layer")[name].max().items():
-                values[tag(name, layer=int(str(layer)))] = largest
-        for row in self.layers.to_dict("records"):
-            values |= {tag(name, layer=row["layer"]): row[name] for name in _MATRIX_COLUMNS}
-        for row in self.rows.to_dict("records"):
-            values[tag(f"{row['matrix']}_row_norm", row["block"])] = row["mean"]
-        return values | {f"norm_gain_max/{row['name']}": row["max"] for row in self.gains.to_dict("records")}
 
 
 _HEAD_COLUMNS = ("qk_spectral", "attn_logit_unrotated", "attn_logit_bound")
@@ -105,39 +67,63 @@ def _product(a_HKE: Tensor, b_HKE: Tensor) -> tuple[Tensor, Tensor]:
     return product.clamp_min(0).sqrt(), (values[:, -1] * torch.linalg.eigvalsh(gram_b)[:, -1]).clamp_min(0).sqrt()
 
 
-def describe(weights: Weights, blocks: Mapping[str, range] | None = None) -> Description:
-    """Return what the weights say without a batch.
+class Description:
+    """What the weights of one checkpoint say without a batch.
 
     Args:
         weights: a checkpoint.
         blocks: the ids of each modality; other ids are text. By default those of an mmqk checkpoint, else all are text.
+
+    Attributes:
+        layers: a row per layer: layer, qk_norm (in words), heads, key_heads, head_dim, layout, scale, softcap;
+            w_q_norm, w_q_spectral, w_q_stable_rank, and the same of w_k; bounded_by, where the bound comes from.
+        heads: a row per query head: layer, head, key_head, qk_spectral, attn_logit_unrotated and attn_logit_bound
+            (see `bounds`).
+        gains: a row per norm: name, dtype, min, median and max of the gains, and the share that is exactly 1.
+        rows: a row per matrix (embed, head) and vocabulary block: number of rows, mean and maximum of their L2 norms.
+        faults: a row per tensor with a problem: tensor, problem.
+        notes: a sentence on each thing that could not be read.
     """
-    layers, heads = [], []
-    notes: list[str] = []
-    for layer in projections(weights, notes):
-        is_finite = all(bool(w.isfinite().all()) for side in (layer.q, layer.k) for w in (*side.raw, *side.folded))
-        if not is_finite:
-            notes.append(f"The projections of layer {layer.layer} are not finite: no bounds are computed for it.")
-            continue
-        spectral, unrotated, bound = bounds(layer)
-        H, G = len(layer.q.raw[0]), len(layer.k.raw[0])
-        of_heads = zip(spectral.tolist(), unrotated.tolist(), bound.tolist(), strict=True)
-        heads += [(layer.layer, h, h * G // H, *numbers) for h, numbers in enumerate(of_heads)]
-        source = "QK-Norm" if layer.q.stretch_NK is not None else "norm before attention" if layer.q.folded else "none"
-        layout = (H, G, layer.q.raw[0].shape[1], layer.layout, layer.scale, layer.softcap)
-        layers.append((layer.layer, layer.qk_norm, *layout, *_sizes(layer.q), *_sizes(layer.k), source))
-    columns = ["layer", "qk_norm", "heads", "key_heads", "head_dim", "layout", "scale", "softcap"]
-    if blocks is None and weights.format == "mmqk checkpoint":
-        blocks = ranges_of(weights.config["vocab_sizes"])
-    gains, rows, faults = _by_tensor(weights, blocks or {})
-    return Description(
-        pd.DataFrame(layers, columns=[*columns, *_MATRIX_COLUMNS, "bounded_by"]),
-        pd.DataFrame(heads, columns=["layer", "head", "key_head", *_HEAD_COLUMNS]),
-        pd.DataFrame(gains, columns=["name", "dtype", "min", "median", "max", "exactly_1"]),
-        pd.DataFrame(rows, columns=["matrix", "block", "rows", "mean", "max"]),
-        pd.DataFrame(faults, columns=["tensor", "problem"]),
-        notes,
-    )
+
+    def __init__(self, weights: Weights, blocks: Mapping[str, range] | None = None) -> None:
+        layers, heads = [], []
+        self.notes: list[str] = []
+        for layer in projections(weights, self.notes):
+            is_finite = all(bool(w.isfinite().all()) for side in (layer.q, layer.k) for w in (*side.raw, *side.folded))
+            if not is_finite:
+                self.notes.append(f"The projections of layer {layer.layer} are not finite: it has no bounds.")
+                continue
+            spectral, unrotated, bound = bounds(layer)
+            H, G = len(layer.q.raw[0]), len(layer.k.raw[0])
+            of_heads = zip(spectral.tolist(), unrotated.tolist(), bound.tolist(), strict=True)
+            heads += [(layer.layer, h, h * G // H, *numbers) for h, numbers in enumerate(of_heads)]
+            source = "norm before attention" if layer.q.folded else "none"
+            source = source if layer.q.stretch_NK is None else "QK-Norm"
+            layout = (H, G, layer.q.raw[0].shape[1], layer.layout, layer.scale, layer.softcap)
+            layers.append((layer.layer, layer.qk_norm, *layout, *_sizes(layer.q), *_sizes(layer.k), source))
+        columns = ["layer", "qk_norm", "heads", "key_heads", "head_dim", "layout", "scale", "softcap"]
+        if blocks is None and weights.format == "mmqk checkpoint":
+            blocks = ranges_of(weights.config["vocab_sizes"])
+        gains, rows, faults = _by_tensor(weights, blocks or {})
+        self.layers = pd.DataFrame(layers, columns=[*columns, *_MATRIX_COLUMNS, "bounded_by"])
+        self.heads = pd.DataFrame(heads, columns=["layer", "head", "key_head", *_HEAD_COLUMNS])
+        self.gains = pd.DataFrame(gains, columns=["name", "dtype", "min", "median", "max", "exactly_1"])
+        self.rows = pd.DataFrame(rows, columns=["matrix", "block", "rows", "mean", "max"])
+        self.faults = pd.DataFrame(faults, columns=["tensor", "problem"])
+
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers by tag."""
+        values: dict[str, float] = {}
+        for name in _HEAD_COLUMNS:
+            for row in self.heads.to_dict("records"):
+                values[tag(name, layer=row["layer"], head=row["head"])] = row[name]
+            for layer, largest in self.heads.groupby("layer")[name].max().items():
+                values[tag(name, layer=int(str(layer)))] = largest
+        for row in self.layers.to_dict("records"):
+            values |= {tag(name, layer=row["layer"]): row[name] for name in _MATRIX_COLUMNS}
+        for row in self.rows.to_dict("records"):
+            values[tag(f"{row['matrix']}_row_norm", row["block"])] = row["mean"]
+        return values | {f"norm_gain_max/{row['name']}": row["max"] for row in self.gains.to_dict("records")}
 
 
 def _sizes(side: Side) -> tuple[float, float, float]:

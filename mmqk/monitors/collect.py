@@ -22,7 +22,6 @@ from mmqk.monitors.formulas.attention import (
     GROWTH_PARTS,
     AttentionStatistics,
     attention_rank,
-    attention_statistics,
     common_mode,
     exceeded_by_one_in_a_thousand,
     growth_parts,
@@ -265,12 +264,12 @@ class Collector:
             softmax: whether the weights are the softmax of these logits; if not, entropy, mass and rank are left out.
             sink_H: logit of each head's sink, or None.
         """
-        statistics = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
+        statistics = AttentionStatistics(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
         self._logits(layer, None, statistics, softmax)
         for head in range(q_BHTK.shape[1]) if self.heads else ():
             q, k = q_BHTK[:, head : head + 1], k_BHSK[:, head : head + 1]
             sink_1 = None if sink_H is None else sink_H[head : head + 1]
-            of_head = attention_statistics(q, k, scale, pairs.one_head, softcap, sink_1)
+            of_head = AttentionStatistics(q, k, scale, pairs.one_head, softcap, sink_1)
             self._logits(layer, head, of_head, softmax)
         visible_sq_MMH = statistics.square / scale**2
         growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, visible_sq_MMH)

@@ -49,9 +49,9 @@ def test_a_planted_parting_is_found_at_its_step_layer_and_modality():
     for seed in range(5):
         found = part(simulated(100 * seed + 50, planted=200), simulated(100 * seed))
         first = found[0]
-        assert first.tag == PLANTED
-        assert 200 < first.step <= 280 and first.run > first.reference and first.spreads >= 6
-        assert [parting.tag for parting in found[1:]] == ["loss"]
+        assert first["tag"] == PLANTED
+        assert 200 < first["step"] <= 280 and first["run"] > first["reference"] and first["spreads"] >= 6
+        assert [parting["tag"] for parting in found[1:]] == ["loss"]
 
 
 # Of 200 pairs, none parted.
@@ -66,7 +66,7 @@ def test_a_loss_that_is_not_finite_parts_at_once_and_a_constant_difference_does_
     run.metrics.loc[STEPS, "loss"] = np.inf  # the last line of the log
     run.metrics["grad_norm"] *= 3
     found = part(run, reference)
-    assert [(parting.tag, parting.step, parting.spreads) for parting in found] == [("loss", STEPS, np.inf)]
+    assert [(parting["tag"], parting["step"], parting["spreads"]) for parting in found] == [("loss", STEPS, np.inf)]
     both = simulated(0)
     both.metrics.loc[STEPS, "loss"] = np.inf
     assert part(both, both) == []
@@ -103,9 +103,10 @@ def test_runs_that_differ_from_the_first_step_on_are_apart_and_two_seeds_are_not
         return log(pd.DataFrame({"loss": loss}, index=steps))
 
     (found,) = apart(run(1.0), run(0.0))
-    assert found.first and found.tag == "loss" and found.run - found.reference == pytest.approx(1.0, abs=0.1)
+    assert found["first"] and found["tag"] == "loss"
+    assert found["run"] - found["reference"] == pytest.approx(1.0, abs=0.1)
     (later,) = apart(run(0.0, slope=0.005), run(0.0))
-    assert not later.first and 20 <= later.step <= 120
+    assert not later["first"] and 20 <= later["step"] <= 120
     assert [apart(run(0.0), run(0.0)) for _ in range(50)] == [[]] * 50
     assert apart(run(0.05), run(0.0)) == []  # smaller than a difference that counts
 

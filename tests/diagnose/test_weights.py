@@ -12,7 +12,7 @@ import torch
 from mmqk.checkpoint import PREFIX, save_checkpoint
 from mmqk.diagnose.projections import projections, rope_factor
 from mmqk.diagnose.tensors import Tensors, Weights, read
-from mmqk.diagnose.weights import bounds, describe, grew
+from mmqk.diagnose.weights import Description, bounds, grew
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model.attention import apply_rope, rope_tables
 from mmqk.model.config import PerModalityConfig
@@ -273,27 +273,27 @@ def test_yarn_stretches_the_bound():
 
 def test_what_cannot_be_read_is_said():
     _, weights = hugging_face("GPT2LMHeadModel")
-    found = describe(weights_of(dict(weights.tensors), {}))
+    found = Description(weights_of(dict(weights.tensors), {}))
     assert found.heads.empty and "how many heads" in found.notes[0]
     bare = {f"layers.0.{name}_proj.weight": torch.eye(8) for name in "qk"}
-    found = describe(weights_of(bare, {}))
+    found = Description(weights_of(bare, {}))
     assert found.heads.qk_spectral.tolist() == [1] and found.heads.attn_logit_bound.isna().all()
     assert "number of heads" in found.notes[0]
     latent = {f"layers.0.{name}.weight": torch.ones(8, 8) for name in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
-    assert "latent" in describe(weights_of(latent, {})).notes[0]
-    assert "No projections" in describe(weights_of({"a.0.weight": torch.ones(2, 2)}, {})).notes[0]
+    assert "latent" in Description(weights_of(latent, {})).notes[0]
+    assert "No projections" in Description(weights_of({"a.0.weight": torch.ones(2, 2)}, {})).notes[0]
 
 
 def test_faults_gains_and_rows_by_block(monkeypatch):
     model, weights = own(qk_norm=QKNormConfig("rms"))
     tensors = {name: x.clone() for name, x in weights.tensors.items()}
-    assert describe(weights).faults.empty  # negative control
+    assert Description(weights).faults.empty  # negative control
     tensors["blocks.1.mlp.w_up.weight"][2, 3] = torch.nan
     tensors["blocks.0.mlp.w_up.weight"][:] = 0
     tensors["blocks.0.attention.q_norm.weight"] = torch.ones(4, dtype=torch.bfloat16)
     tensors["blocks.0.attention.k_norm.weight"] = torch.tensor([1, 1, 1, 1.5]).bfloat16()
     tensors["embed.weight"][20:] = 3.0
-    found = describe(weights_of(tensors, weights.config, weights.format))
+    found = Description(weights_of(tensors, weights.config, weights.format))
     problems = dict(found.faults.itertuples(index=False))
     places = ("1.mlp.w_up.weight", "0.mlp.w_up.weight", "0.attention.q_norm.weight")
     assert set(problems) == {f"blocks.{place}" for place in places}
@@ -302,13 +302,13 @@ def test_faults_gains_and_rows_by_block(monkeypatch):
     assert gains[["min", "median", "max", "exactly_1"]].tolist() == [1, 1, 1.5, 0.75]
     rows = found.rows.set_index(["matrix", "block"])
     assert rows.loc[("embed", "image"), ["rows", "mean", "max"]].tolist() == [12, 12, 12]
-    ranged = describe(weights_of(tensors, {}), {"image": range(22, 32)}).rows.set_index(["matrix", "block"])
+    ranged = Description(weights_of(tensors, {}), {"image": range(22, 32)}).rows.set_index(["matrix", "block"])
     assert ranged.loc[("embed", "image"), "rows"] == 10 and ranged.loc[("embed", "text"), "rows"] == 22
     matrix = model.blocks[1].attention.w_k.weight.detach().double()
     singular = np.linalg.svd(matrix.numpy())[1]
     for largest in (1024, 8):  # exact, and by Lanczos
         monkeypatch.setattr("mmqk.diagnose.weights._LARGEST_SVD", largest)
-        layer = describe(weights).layers.iloc[1]
+        layer = Description(weights).layers.iloc[1]
         assert layer.w_k_spectral == pytest.approx(singular[0], rel=1e-4)
         assert layer.w_k_stable_rank == pytest.approx((singular**2).sum() / singular[0] ** 2, rel=1e-4)
 
@@ -363,7 +363,7 @@ def test_numbers_of_checkpoints_that_grow(tmp_path):
         state = {PREFIX + name: x for name, x in model.state_dict().items()}
         save_checkpoint({"mmqk_model": asdict(model.config), "state_dict": state, "global_step": step}, path)
         found = read(path)
-        series[found.step] = describe(found).numbers()
+        series[found.step] = Description(found).numbers()
     table = grew(pd.DataFrame.from_dict(series, orient="index"), 1000)
     row = table.loc["attn_logit_bound/layer01/head03"]
     assert row.law == "exponential" and row.per_1000_log == pytest.approx(20 * np.log(1.5))

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from mmqk.monitors.formulas.attention import attention_statistics
+from mmqk.monitors.formulas.attention import AttentionStatistics
 from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
 from tests.monitors import brute_force
 
@@ -53,7 +53,7 @@ def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not()
     everywhere[..., -1] += 3.0
     one_block[..., -1] += 3.0 * (modality_BT == 1)[:, None]
     before, gauge, moved = (
-        flat(attention_statistics(q, x, 1.0, Pairs(modality_BT, visible_BTS, M, H))) for x in (k, everywhere, one_block)
+        flat(AttentionStatistics(q, x, 1.0, Pairs(modality_BT, visible_BTS, M, H))) for x in (k, everywhere, one_block)
     )
     for place, value in before.items():
         shift = 6.0 if place[0] == "mean" else 0.0
@@ -74,7 +74,7 @@ def test_keys_without_a_modality_are_one_more_block_of_the_entropy(softcap):
     q, k, modality_BT, visible_BTS = case()
     modality_BT = without_modality(modality_BT)
     pairs = Pairs(modality_BT, visible_BTS, M, H)
-    rows = by_name(attention_statistics(q, k, 0.7, pairs, softcap).rows.mean)
+    rows = by_name(AttentionStatistics(q, k, 0.7, pairs, softcap).rows.mean)
     tags = {"entropy": "attn_entropy", "block_entropy": "attn_entropy_block", "within_entropy": "attn_entropy_within"}
     entropies = {f"{tag}/{a}/layer00": float(rows[name][0, a]) for name, tag in tags.items() for a in range(M)}
     # One number for all keys without a modality, and only rows that see enough keys with one.
@@ -98,7 +98,7 @@ def test_padding_without_a_modality_is_no_block():
     marked, plain = (Pairs(x, visible_BTS, M, H) for x in (padded_BT, modality_BT))
     assert not marked.others and not plain.others
     assert Pairs(without_modality(modality_BT), visible_BTS, M, H).others  # the control
-    rows = [attention_statistics(q, k, 0.7, pairs).rows.mean for pairs in (marked, plain)]
+    rows = [AttentionStatistics(q, k, 0.7, pairs).rows.mean for pairs in (marked, plain)]
     torch.testing.assert_close(*rows, rtol=0, atol=0, equal_nan=True)
 
 
@@ -107,7 +107,7 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
     q, k, modality_BT, visible_BTS = case(size=1.0)
     q[..., -1] = 1.0
     k[..., -1] += 1e4
-    statistics = attention_statistics(q, k, 1.0, Pairs(modality_BT, visible_BTS, M, H))
+    statistics = AttentionStatistics(q, k, 1.0, Pairs(modality_BT, visible_BTS, M, H))
     z_BHTS, variance_M = q.double() @ k.double().mT, by_name(statistics.rows.mean)["variance"][0]
     counted_BT = visible_BTS.sum(-1) >= FEWEST_KEYS
     for a in range(M):
@@ -124,7 +124,7 @@ def test_the_largest_of_many_logits_are_those_of_a_sort():
     random = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, 3, 211, 4, generator=random) for _ in range(2))
     modality_BT = torch.randint(0, 2, (1, 211), generator=random)
-    statistics = attention_statistics(
+    statistics = AttentionStatistics(
         q, k, 0.5, Pairs(modality_BT, visible_pairs(torch.ones(1, 211, dtype=torch.bool)), 2, 3)
     )
     z = 0.5 * q.double() @ k.double().mT

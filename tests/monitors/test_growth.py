@@ -8,8 +8,8 @@ import torch
 
 from mmqk.monitors.formulas.attention import (
     GROWTH_PARTS,
+    AttentionStatistics,
     attention_rank,
-    attention_statistics,
     common_mode,
     growth_parts,
     logit_growth,
@@ -30,7 +30,7 @@ def case(seed=0, dtype=torch.float32):
 
 
 def growth(q, k, of, visible):
-    return logit_growth(q, k, of, visible, attention_statistics(q, k, 1.0, visible).square)
+    return logit_growth(q, k, of, visible, AttentionStatistics(q, k, 1.0, visible).square)
 
 
 def parts_of(measured):
@@ -96,7 +96,7 @@ def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window
     expected = float(((s**2).sum(-1) ** 2 / (s**4).sum(-1)).mean())
     assert float(attention_rank(q, k, 0.4, visible_BTS, reach=seen.reach).mean()) == pytest.approx(expected, rel=1e-4)
     assert float(attention_rank(q, k, 0.4, visible_BTS).mean()) == pytest.approx(expected, rel=1e-4)
-    together = attention_statistics(q, k, 0.4, seen).rank
+    together = AttentionStatistics(q, k, 0.4, seen).rank
     assert together is not None and float(together.mean()) == pytest.approx(expected, rel=1e-4)
     if not causal:  # control: a reach that is too short gives another rank
         short = [(rows, keys // 2) for rows, keys in seen.reach]

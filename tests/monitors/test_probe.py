@@ -13,7 +13,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.monitors.formulas import pairs as pairs_module
-from mmqk.monitors.formulas.attention import attention_statistics
+from mmqk.monitors.formulas.attention import AttentionStatistics
 from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
 from mmqk.monitors.formulas.reduce import selection, sums
 from tests.monitors import brute_force
@@ -236,7 +236,7 @@ def test_entropy_has_its_known_values():
     q = torch.ones(1, 1, T, 2)
 
     def entropy(k):
-        rows = attention_statistics(q, k, 1.0, Pairs(modality, visible_pairs(valid), 1, 1)).rows
+        rows = AttentionStatistics(q, k, 1.0, Pairs(modality, visible_pairs(valid), 1, 1)).rows
         return float(rows.mean[5, 0])  # 4 statistics of logits and 1 offset come first
 
     rows = [math.log(n) for n in range(FEWEST_KEYS, T + 1)]

@@ -8,7 +8,6 @@ Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, K
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,9 +20,9 @@ TAIL = 1e-3  # share of the pairs above the p999 logit
 GROUP = 32
 
 
-@dataclass(frozen=True)
 class AttentionStatistics:
-    """Statistics of one layer over all heads. Logits are raw: after scale and QK-Norm, before cap and mask.
+    """The exact statistics of the attention logits ``scale * q.k`` of one layer, over every visible pair and all heads.
+    Logits are raw: after scale and QK-Norm, before cap and mask.
 
     A row is a query; rows that see fewer than 8 keys are left out. A block is the set of keys of one modality. A
     row's logits are ``z_ij = mean_i + offset_i,block(j) + rest_ij``: the softmax does not depend on the mean, the
@@ -42,6 +41,14 @@ class AttentionStatistics:
     A sink is a learned logit of a head, without a value vector. With sinks, the weights of the keys sum to 1 minus
     the weight of the sink, and the entropies include the sink as one more key and one more block.
 
+    Args:
+        q_BHTK: queries of the dot product, after QK-Norm and RoPE.
+        k_BHSK: keys of the dot product.
+        scale: factor on the dot product.
+        pairs: visible pairs of query and key, and their modalities.
+        softcap: cap on the logits before the softmax, or None; statistics of logits are computed before the cap.
+        sink_H: logit of each head's sink, which is not capped; None if there are no sinks.
+
     Attributes:
         count: number of visible pairs by query and key modality, (M, M).
         max: largest signed logit, (M, M); -inf if there is no pair.
@@ -56,14 +63,50 @@ class AttentionStatistics:
             sink.
     """
 
-    count: Tensor
-    max: Tensor
-    absmax: Tensor
-    tail: list[Tensor]
-    rank: Tensor | None
-    square: Tensor
-    rows: Sums
-    sink: Sums | None = None
+    def __init__(
+        self,
+        q_BHTK: Tensor,
+        k_BHSK: Tensor,
+        scale: float,
+        pairs: Pairs,
+        softcap: float | None = None,
+        sink_H: Tensor | None = None,
+    ) -> None:
+        # The head axis comes first, so that the logits of each head are contiguous. `chunk.places` has indices into the
+        # flattened (B, C, S) axes, which select the same pairs from every head.
+        q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
+        H, M = len(q_HBTK), pairs.n_modalities
+        tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
+        largest: list[list[Tensor]] = [[] for _ in tail]
+        signed: list[list[Tensor]] = [[] for _ in tail]
+        self.rows = Sums(q_HBTK.new_zeros(()), q_HBTK.new_zeros(()))
+        self.sink: Sums | None = None
+        self.rank: Tensor | None = None
+        self.square = q_HBTK.new_zeros(M, M, H)
+        for chunk in pairs.chunks:
+            logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK[:, :, : chunk.key_BMS.shape[2]].mT
+            for i, places in enumerate(chunk.places):
+                if len(places):
+                    values_HN = logits_HBCS.flatten(1).index_select(1, places)
+                    signed[i].append(values_HN.max()[None])
+                    largest[i].append(_largest(values_HN.abs_().flatten(), tail[i]))
+            values_FHBC, square_HBMC, weight_HBCS, sink_HBC = _rows(logits_HBCS, chunk, softcap, sink_H)
+            if weight_HBCS.shape[2] == q_HBTK.shape[2]:
+                self.rank = participation(chunk.mask.zero_(weight_HBCS), pairs.reach)
+            if sink_HBC is not None:
+                chunk_sink = sums(sink_HBC.transpose(0, 1), chunk.selected_FMBC[-1])  # rows with at least 8 keys
+                self.sink = chunk_sink if self.sink is None else self.sink + chunk_sink
+            of_query_MHBMC = torch.where(chunk.queries_MBC[:, None, :, None], square_HBMC, 0.0)
+            self.square = self.square + of_query_MHBMC.sum((2, 4)).transpose(1, 2)
+            selected_FMHBC = chunk.selected_FMBC[:, :, None]
+            # torch.where, because a product would spread a NaN to other modalities.
+            selected_values = torch.where(selected_FMHBC, values_FHBC[:, None], 0.0)
+            self.rows += Sums(chunk.count_FM * H, selected_values.sum((2, 3, 4)))
+        none = q_HBTK.new_full((), -torch.inf)
+        self.count = pairs.count_MM * H
+        self.max = torch.cat([_merged(parts, 1, none) for parts in signed]).view(M, M)
+        self.tail = [_merged(parts, n, none) for parts, n in zip(largest, tail, strict=True)]
+        self.absmax = torch.stack([top[0] for top in self.tail]).view(M, M)
 
 
 def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
@@ -73,68 +116,6 @@ def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
     """
     place_P = (count_P * TAIL).round().clamp(min=1, max=len(tail_NP)).long() - 1
     return tail_NP.sort(dim=0, descending=True).values.gather(0, place_P[None])[0]
-
-
-def attention_statistics(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    scale: float,
-    pairs: Pairs,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> AttentionStatistics:
-    """Return the exact statistics of the attention logits ``scale * q.k`` over every visible pair.
-
-    Args:
-        q_BHTK: queries of the dot product, after QK-Norm and RoPE.
-        k_BHSK: keys of the dot product.
-        scale: factor on the dot product.
-        pairs: visible pairs of query and key, and their modalities.
-        softcap: cap on the logits before the softmax, or None; statistics of logits are computed before the cap.
-        sink_H: logit of each head's sink, which is not capped; None if there are no sinks.
-    """
-    # The head axis comes first, so that the logits of each head are contiguous. `chunk.places` has indices into the
-    # flattened (B, C, S) axes, which select the same pairs from every head.
-    q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
-    H, M = len(q_HBTK), pairs.n_modalities
-    tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
-    largest: list[list[Tensor]] = [[] for _ in tail]
-    signed: list[list[Tensor]] = [[] for _ in tail]
-    rows = Sums(q_HBTK.new_zeros(()), q_HBTK.new_zeros(()))
-    sink: Sums | None = None
-    rank_HB: Tensor | None = None
-    square_MMH = q_HBTK.new_zeros(M, M, H)
-    for chunk in pairs.chunks:
-        logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK[:, :, : chunk.key_BMS.shape[2]].mT
-        for i, places in enumerate(chunk.places):
-            if len(places):
-                values_HN = logits_HBCS.flatten(1).index_select(1, places)
-                signed[i].append(values_HN.max()[None])
-                largest[i].append(_largest(values_HN.abs_().flatten(), tail[i]))
-        values_FHBC, square_HBMC, weight_HBCS, sink_HBC = _rows(logits_HBCS, chunk, softcap, sink_H)
-        if weight_HBCS.shape[2] == q_HBTK.shape[2]:
-            rank_HB = participation(chunk.mask.zero_(weight_HBCS), pairs.reach)
-        if sink_HBC is not None:
-            chunk_sink = sums(sink_HBC.transpose(0, 1), chunk.selected_FMBC[-1])  # rows with at least 8 keys
-            sink = chunk_sink if sink is None else sink + chunk_sink
-        of_query_MHBMC = torch.where(chunk.queries_MBC[:, None, :, None], square_HBMC, 0.0)
-        square_MMH = square_MMH + of_query_MHBMC.sum((2, 4)).transpose(1, 2)
-        selected_FMHBC = chunk.selected_FMBC[:, :, None]
-        # torch.where, because a product would spread a NaN to other modalities.
-        selected_values = torch.where(selected_FMHBC, values_FHBC[:, None], 0.0)
-        rows += Sums(chunk.count_FM * H, selected_values.sum((2, 3, 4)))
-    none = q_HBTK.new_full((), -torch.inf)
-    tops = [_merged(parts, n, none) for parts, n in zip(largest, tail, strict=True)]
-    return AttentionStatistics(
-        count=pairs.count_MM * H,
-        max=torch.cat([_merged(parts, 1, none) for parts in signed]).view(M, M),
-        absmax=torch.stack([top[0] for top in tops]).view(M, M),
-        tail=tops,
-        rank=rank_HB,
-        square=square_MMH,
-        rows=rows,
-        sink=sink,
-    )
 
 
 def _largest(values_N: Tensor, n: int) -> Tensor:
@@ -271,7 +252,7 @@ def logit_growth(
         k_BHSK: keys.
         token_MBT: the tokens of each modality, from `mmqk.monitors.formulas.reduce.selection`.
         pairs: visible pairs.
-        visible_sq_MMH: sums of squared dot products over the visible pairs, from `attention_statistics`.
+        visible_sq_MMH: sums of squared dot products over the visible pairs, from `AttentionStatistics`.
 
     Returns:
         q_sq: squared length of the query, over all pairs of a query and a key of one sequence, visible or not.

@@ -56,15 +56,17 @@ class Mask:
         return self.zero_(x).add_(self.fill)
 
 
-@dataclass(frozen=True)
 class Chunk:
     """A slice of queries, and the first S keys, which include all keys that these queries see.
 
     A row is a query. It has F statistics: four of the logits, M offsets, three of the weights, and M masses
     (`AttentionStatistics`).
 
-    Attributes:
+    Args:
+        pairs: the pairs of the batch.
         rows: slice of the query axis.
+
+    Attributes:
         key_BMS: 1 at the keys of each modality, else 0; fp32, for matrix products.
         mask: hides the pairs that are not visible, (B, C, S).
         visible_BMC: number of keys of each modality that a query sees, fp32.
@@ -80,17 +82,24 @@ class Chunk:
         others: whether the batch has visible keys without a modality.
     """
 
-    rows: slice
-    key_BMS: Tensor
-    mask: Mask
-    visible_BMC: Tensor
-    divisor_BMC: Tensor
-    share_BMC: Tensor
-    queries_MBC: Tensor
-    selected_FMBC: Tensor
-    count_FM: Tensor
-    places: list[Tensor]
-    others: bool
+    def __init__(self, pairs: Pairs, rows: slice) -> None:
+        S = max(max(n, 1) for part, n in pairs.reach if part.start < rows.stop and rows.start < part.stop)
+        visible_BCS, token_MBS, M = pairs.visible_BTS[:, rows, :S], pairs.token_MBT[:, :, :S], pairs.n_modalities
+        self.rows, self.key_BMS, self.mask = rows, pairs.key_BMS[:, :, :S], Mask.of(visible_BCS)
+        self.visible_BMC = self.key_BMS @ visible_BCS.float().mT
+        self.divisor_BMC = self.visible_BMC.clamp_min(1)
+        self.share_BMC = self.visible_BMC / self.visible_BMC.sum(1, keepdim=True).clamp_min(1)
+        self.queries_MBC = pairs.token_MBT[:, :, rows]
+        counted_MBC = self.queries_MBC & (self.visible_BMC.sum(1) >= FEWEST_KEYS)
+        offsets = [counted_MBC & (visible_BC > 0) for visible_BC in self.visible_BMC.unbind(1)]
+        self.selected_FMBC = torch.stack([counted_MBC] * 4 + offsets + [counted_MBC] * (3 + M))
+        self.count_FM = self.selected_FMBC.sum((2, 3)).float()
+        self.places = [
+            (visible_BCS & query_BC[:, :, None] & key_BS[:, None, :]).flatten().nonzero()[:, 0]
+            for query_BC in self.queries_MBC
+            for key_BS in token_MBS
+        ]
+        self.others = pairs.others
 
 
 @dataclass(frozen=True)
@@ -176,30 +185,4 @@ class Pairs:
         B, T, _ = self.visible_BTS.shape
         size = max(1, CHUNK_ELEMENTS // (B * self.n_heads * T))
         for start in range(0, T, size):
-            yield self._chunk(slice(start, start + size))
-
-    def _chunk(self, rows: slice) -> Chunk:
-        S = max(max(n, 1) for part, n in self.reach if part.start < rows.stop and rows.start < part.stop)
-        visible_BCS, key_BMS = self.visible_BTS[:, rows, :S], self.key_BMS[:, :, :S]
-        visible_BMC = key_BMS @ visible_BCS.float().mT
-        queries_MBC, M = self.token_MBT[:, :, rows], self.n_modalities
-        counted_MBC = queries_MBC & (visible_BMC.sum(1) >= FEWEST_KEYS)
-        offsets = [counted_MBC & (visible_BC > 0) for visible_BC in visible_BMC.unbind(1)]
-        selected_FMBC = torch.stack([counted_MBC] * 4 + offsets + [counted_MBC] * (3 + M))
-        return Chunk(
-            rows=rows,
-            key_BMS=key_BMS,
-            mask=Mask.of(visible_BCS),
-            visible_BMC=visible_BMC,
-            divisor_BMC=visible_BMC.clamp_min(1),
-            share_BMC=visible_BMC / visible_BMC.sum(1, keepdim=True).clamp_min(1),
-            queries_MBC=queries_MBC,
-            selected_FMBC=selected_FMBC,
-            count_FM=selected_FMBC.sum((2, 3)).float(),
-            places=[
-                (visible_BCS & query_BC[:, :, None] & key_BS[:, None, :]).flatten().nonzero()[:, 0]
-                for query_BC in queries_MBC
-                for key_BS in self.token_MBT[:, :, :S]
-            ],
-            others=self.others,
-        )
+            yield Chunk(self, slice(start, start + size))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ _VISION = ("pixel", "image_", "video_")
 _NO_IDS = {"mask", "position", "type", "document", "doc", "segment", "sequence", "seq"}
 
 
-@dataclass(frozen=True)
 class Targets:
-    """The targets of a loss: (B, T) each.
+    """The targets of a pass of the loss: (B, T) each.
+
+    Raises:
+        NotChecked: the loss is no cross-entropy of the logits that the model returns.
 
     Attributes:
         has: whether a position has a target.
@@ -38,38 +39,27 @@ class Targets:
         nll: cross-entropy in nats.
     """
 
-    has: Tensor
-    id: Tensor
-    weight: Tensor
-    z: Tensor
-    nll: Tensor
-
-
-def targets_of(of: Pass) -> Targets:
-    """Return the targets of a pass.
-
-    Raises:
-        NotChecked: the loss is no cross-entropy of the logits that the model returns.
-    """
-    if of.logits_BTV is None:
-        raise NotChecked("cannot be done because the model returns no logits, as with a fused loss")
-    if of.by_logits_BTV is None:
-        raise NotChecked("cannot be done because the loss does not use the logits that the model returns")
-    g, log_p = of.by_logits_BTV.float(), of.logits_BTV.float().log_softmax(-1)
-    p, id_BT1 = log_p.exp(), g.argmin(-1, keepdim=True)
-    g_y, p_y = g.gather(-1, id_BT1), p.gather(-1, id_BT1)
-    size = (g.sum(-1, keepdim=True) - g_y) / (1 - p_y).clamp_min(1e-6)
-    weight = (size * p_y - g_y).squeeze(-1)
-    has = weight > 1e-3 * weight.max()
-    fit = (size * p).scatter_add(-1, id_BT1, -torch.where(has, weight, 0)[..., None])
-    if not (fit - g).norm() < _LIKE_ENTROPY * g.norm():
-        raise NotChecked("the loss is no cross-entropy of the logits that the model returns")
-    return Targets(has, id_BT1.squeeze(-1), weight, g.sum(-1), -log_p.gather(-1, id_BT1).squeeze(-1))
+    def __init__(self, of: Pass) -> None:
+        if of.logits_BTV is None:
+            raise NotChecked("cannot be done because the model returns no logits, as with a fused loss")
+        if of.by_logits_BTV is None:
+            raise NotChecked("cannot be done because the loss does not use the logits that the model returns")
+        g, log_p = of.by_logits_BTV.float(), of.logits_BTV.float().log_softmax(-1)
+        p, id_BT1 = log_p.exp(), g.argmin(-1, keepdim=True)
+        g_y, p_y = g.gather(-1, id_BT1), p.gather(-1, id_BT1)
+        size = (g.sum(-1, keepdim=True) - g_y) / (1 - p_y).clamp_min(1e-6)
+        self.weight = (size * p_y - g_y).squeeze(-1)
+        self.has = self.weight > 1e-3 * self.weight.max()
+        fit = (size * p).scatter_add(-1, id_BT1, -torch.where(self.has, self.weight, 0)[..., None])
+        if not (fit - g).norm() < _LIKE_ENTROPY * g.norm():
+            raise NotChecked("the loss is no cross-entropy of the logits that the model returns")
+        self.id, self.z = id_BT1.squeeze(-1), g.sum(-1)
+        self.nll = -log_p.gather(-1, id_BT1).squeeze(-1)
 
 
 def _targets(context: Context) -> Targets:
     if "targets" not in context.cache:
-        context.cache["targets"] = targets_of(context.first)
+        context.cache["targets"] = Targets(context.first)
     return context.cache["targets"]
 
 
@@ -201,7 +191,7 @@ def halves(context: Context) -> Finding:
         raise NotChecked("the batch has one sequence")
     parts = [_rows(context.batch, B, rows) for rows in (slice(0, middle), slice(middle, B))]
     passes = [context.first, *map(context.training_pass, parts)]
-    n, n_one, n_two = (int(targets_of(of).has.sum()) for of in passes)
+    n, n_one, n_two = (int(Targets(of).has.sum()) for of in passes)
     given = [[x.flatten().double() for x in of.gradients.values() if x is not None] for of in passes]
     whole, one, two = map(torch.cat, given)
     if not len(whole) == len(one) == len(two):
