@@ -82,8 +82,8 @@ def _parting(tag: str, table: pd.DataFrame) -> dict[str, Any] | None:
 def apart(run: Log, reference: Log) -> list[dict[str, Any]]:
     """Return the losses that are apart to the end, the first one first; also of runs that differ from the first step.
 
-    A row has ``tag``; ``step``, from which on the loss is apart, and whether it is the ``first`` common one; and ``run``
-    and ``reference``, the medians of the last values, in nats.
+    A row has ``tag``; ``step``, from which on the loss is apart; whether it is the ``first`` common one; ``run`` and
+    ``reference``, the medians of the last values, in nats.
 
     A loss is apart where the median of the difference over a twentieth of the common steps (at least `HOLD`) stays
     above `LOSS_NATS` and above `LIMIT` of its standard errors. The noise is that of successive differences, so

@@ -100,7 +100,6 @@ def _merged(findings: tuple[Finding, ...]) -> list[Finding]:
     return merged
 
 
-@dataclass
 class Pass:
     """One call of the loss with the gradients that it gives.
 
@@ -112,11 +111,18 @@ class Pass:
         gradients: gradient of each parameter by name; None if the loss does not depend on it.
     """
 
-    inputs: Inputs
-    logits_BTV: Tensor | None
-    loss: float
-    by_logits_BTV: Tensor | None
-    gradients: dict[str, Tensor | None]
+    def __init__(self, inputs: Inputs, output: Any, loss: Tensor | None) -> None:
+        logits = None if inputs.ids is None else find_logits(output, inputs.ids[1].shape, 0, inputs.root)
+        self.inputs, self.loss = inputs, float("nan") if loss is None else float(loss.detach())
+        self.logits_BTV = None if logits is None else logits.detach()
+        self.by_logits_BTV: Tensor | None = None
+        self.gradients: dict[str, Tensor | None] = {}
+        if loss is not None and loss.requires_grad:
+            if logits is not None and logits.requires_grad:
+                self.by_logits_BTV = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)[0]
+            parameters = {name: p for name, p in inputs.root.named_parameters() if p.requires_grad}
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            self.gradients = dict(zip(parameters, gradients, strict=True))
 
 
 def mapped(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
@@ -181,20 +187,7 @@ class Context:
             if not calls:
                 raise NotChecked("loss(model, batch) does not call the model")
             _, args, kwargs, output = calls[-1]
-            return self._gradients(Inputs(self.model, args, kwargs), output, loss)
-
-    def _gradients(self, inputs: Inputs, output: Any, loss: Tensor | None) -> Pass:
-        logits = None if inputs.ids is None else find_logits(output, inputs.ids[1].shape, 0, self.root)
-        value = float("nan") if loss is None else float(loss.detach())
-        detached = None if logits is None else logits.detach()
-        if loss is None or not loss.requires_grad:
-            return Pass(inputs, detached, value, None, {})
-        parameters = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
-        by_logits = None
-        if logits is not None and logits.requires_grad:
-            by_logits = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)[0]
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        return Pass(inputs, detached, value, by_logits, dict(zip(parameters, gradients, strict=True)))
+            return Pass(Inputs(self.model, args, kwargs), output, loss)
 
     @cached_property
     def first(self) -> Pass:
