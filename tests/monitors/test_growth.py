@@ -68,13 +68,13 @@ def test_common_mode_has_its_known_values():
 def test_attention_rank_tells_benign_sharpness_from_collapse():
     """The entropy is near 0 in both cases: each query attends to itself, or all queries attend to the first key."""
     n = 16
-    visible = visible_pairs(torch.ones(1, n, dtype=torch.bool))
+    visible = Pairs(torch.zeros(1, n, dtype=torch.long), visible_pairs(torch.ones(1, n, dtype=torch.bool)), 1, 1)
     q = torch.eye(n)[None, None]
     to_itself = 50 * torch.eye(n)[None, None]
     to_the_first = torch.zeros(1, 1, n, n)
     to_the_first[..., 0, :] = 50.0
-    assert float(attention_rank(q, to_itself, 1.0, visible)) == pytest.approx(n, rel=1e-3)
-    assert float(attention_rank(q, to_the_first, 1.0, visible)) == pytest.approx(1.0, rel=1e-3)
+    assert float(attention_rank(q, to_itself, 1.0, visible, None, None)) == pytest.approx(n, rel=1e-3)
+    assert float(attention_rank(q, to_the_first, 1.0, visible, None, None)) == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("window", [0, 30])
@@ -94,10 +94,9 @@ def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window
     z = torch.where(visible_BTS[:, None], 0.4 * q.double() @ k.double().mT, -math.inf)
     s = torch.linalg.svdvals(torch.softmax(z, -1).nan_to_num(0.0))
     expected = float(((s**2).sum(-1) ** 2 / (s**4).sum(-1)).mean())
-    assert float(attention_rank(q, k, 0.4, visible_BTS, reach=seen.reach).mean()) == pytest.approx(expected, rel=1e-4)
-    assert float(attention_rank(q, k, 0.4, visible_BTS).mean()) == pytest.approx(expected, rel=1e-4)
+    assert float(attention_rank(q, k, 0.4, seen, None, None).mean()) == pytest.approx(expected, rel=1e-4)
     together = AttentionStatistics(q, k, 0.4, seen).rank
     assert together is not None and float(together.mean()) == pytest.approx(expected, rel=1e-4)
     if not causal:  # control: a reach that is too short gives another rank
-        short = [(rows, keys // 2) for rows, keys in seen.reach]
-        assert float(attention_rank(q, k, 0.4, visible_BTS, reach=short).mean()) != pytest.approx(expected, rel=1e-2)
+        vars(seen)["reach"] = [(rows, keys // 2) for rows, keys in seen.reach]
+        assert float(attention_rank(q, k, 0.4, seen, None, None).mean()) != pytest.approx(expected, rel=1e-2)
