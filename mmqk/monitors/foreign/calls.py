@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmqk.monitors.formulas.pairs import HIDDEN
@@ -293,3 +295,27 @@ def of_transformers_flash(query: Tensor, key: Tensor, value: Tensor, **of: Any) 
     elif position_ids is not None and position_ids.ndim == 2 and len(query) == 1:  # as transformers does
         call.see_only(same_document(documents_of_positions(position_ids))[:, None])
     return call
+
+
+_OPERATORS: dict[str, Callable[..., Call]] = {
+    "aten::scaled_dot_product_attention": of_sdpa,
+    "flash_attn::_flash_attn_forward": of_flash,
+    "flash_attn::_flash_attn_varlen_forward": of_flash_varlen,
+    "torch_attn::_varlen_attn": of_torch_varlen,
+}
+_OF_FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale")
+
+
+@cache
+def reader_of(func: Any) -> tuple[Callable[..., Call], tuple[str, ...]] | None:
+    """Return the function that reads this torch function, and the names of its arguments; None if it is not
+    an attention function."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return (of_flex, _OF_FLEX) if func.name() == "flex_attention" else None
+    if func is F.scaled_dot_product_attention:
+        func = torch.ops.aten.scaled_dot_product_attention
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        func = getattr(func, func.overloads()[0])
+    schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
+    reader = None if schema is None else _OPERATORS.get(schema.name)
+    return None if schema is None or reader is None else (reader, tuple(x.name for x in schema.arguments))

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,31 +32,7 @@ from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins
 from mmqk.monitors.modules import block_of, clean, layer_numbers, tensors_in
 
-_OPERATORS: dict[str, Callable[..., Call]] = {
-    "aten::scaled_dot_product_attention": calls.of_sdpa,
-    "flash_attn::_flash_attn_forward": calls.of_flash,
-    "flash_attn::_flash_attn_varlen_forward": calls.of_flash_varlen,
-    "torch_attn::_varlen_attn": calls.of_torch_varlen,
-}
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-
-
-_FLEX_ARGUMENTS = ("query", "key", "value", "score_mod", "block_mask", "scale")
-
-
-@cache
-def reader_of(func: Any) -> tuple[Callable[..., Call], tuple[str, ...]] | None:
-    """Return the function of `calls` that reads this torch function, and the names of its arguments; None if it is not
-    an attention function."""
-    if isinstance(func, torch._ops.HigherOrderOperator):
-        return (calls.of_flex, _FLEX_ARGUMENTS) if func.name() == "flex_attention" else None
-    if func is F.scaled_dot_product_attention:
-        func = torch.ops.aten.scaled_dot_product_attention
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        func = getattr(func, func.overloads()[0])
-    schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
-    reader = None if schema is None else _OPERATORS.get(schema.name)
-    return None if schema is None or reader is None else (reader, tuple(x.name for x in schema.arguments))
 
 
 class Capture(TorchFunctionMode):
@@ -102,7 +78,7 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._torch_attention(args, kwargs)
-        if (reader := reader_of(func)) is not None:
+        if (reader := calls.reader_of(func)) is not None:
             is_flash = reader[0] in (calls.of_flash, calls.of_flash_varlen)
             is_refused = is_flash and args[0].dtype not in (torch.float16, torch.bfloat16)
             dense = partial(_flash_output, args[0].shape) if is_refused else None
@@ -229,7 +205,7 @@ class Capture(TorchFunctionMode):
         them for the output.
         """
         sdpa = F.scaled_dot_product_attention
-        reader = reader_of(sdpa)
+        reader = calls.reader_of(sdpa)
         assert reader is not None
         read = partial(self._read, *reader)
         origins, outputs = self._call_origins(args, kwargs), list[Tensor]()
