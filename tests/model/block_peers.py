@@ -36,11 +36,6 @@ def scaled_rows(*factors):
     return lambda leaves: model()[1]({**leaves, "embed.weight": factor_V1 * leaves["embed.weight"]})
 
 
-def head_as_embedding(factor):
-    """Return the function of an untied model whose head is the embedding times a factor."""
-    return lambda leaves: model()[1]({**leaves, "head.weight": factor * leaves["embed.weight"]})
-
-
 def matrix_norm_2(leaves):
     """Return `gamma / |W|_2 W x`, with the largest singular value computed by torch.linalg."""
     return leaves["gamma"] / torch.linalg.matrix_norm(leaves["weight"], 2) * leaves["x"] @ leaves["weight"].T
@@ -145,8 +140,6 @@ BLOCK_PEERS += [
         {"no scale": {"embed_sqrt_d": False}}),
     compare(("embed_norm",), "torch rms_norm", EXACT, model, {"embed_norm": True}, normed_rows,
         {"no norm": {"embed_norm": False}, "scaled after": {"embed_sqrt_d": True}}),
-    compare((), "formula written out", EXACT, model, {"tie_embeddings": True},
-        head_as_embedding(1), {"a head twice the embedding": head_as_embedding(2)}),
 ]  # fmt: skip
 
 # σReparam, and standard deviations of initial weights divided by 1 / sqrt(fan_in).

@@ -1,4 +1,9 @@
-"""Attention backends: only the named kernel runs, and attention that a backend does not support is refused."""
+"""Attention backends: only the named kernel runs, and attention that a backend does not support is refused.
+
+`test_transformer` and `test_flex` compare their values.
+"""
+
+import math
 
 import pytest
 import torch
@@ -98,3 +103,28 @@ def test_under_autocast_attention_takes_its_dtype_alone(backend):
             attention(*wide[:2], narrow[2], **options)
         assert attention(*(x.double() for x in wide), **options).dtype == torch.float64
     assert attention(*wide, **options).dtype == torch.float32
+
+
+@pytest.mark.parametrize("document_BT", [None, DOCUMENT_BT])
+def test_gradients_of_sdpa_are_those_of_math(document_BT):
+    results = []
+    for backend, scale in (("math", 0.4), ("sdpa", 0.4), ("sdpa", 0.41)):
+        leaves = [x.requires_grad_() for x in qkv()]
+        out = attention(*leaves, scale=scale, document_BT=document_BT, backend=backend)
+        results.append(torch.autograd.grad(out.square().sum(), leaves))
+    for dense, fused, other in zip(*results, strict=True):
+        torch.testing.assert_close(dense, fused, rtol=1e-4, atol=1e-4)
+        assert (other - dense).abs().max() > 1e-3
+
+
+def test_math_keeps_large_bf16_logits_exact_between_its_inputs_and_its_output():
+    # The logits are about 128 and differ between keys by less than the spacing of bf16 numbers near 128.
+    q, k, v = ((shift + 0.05 * x).bfloat16() for shift, x in zip((4, 4, 0), qkv(), strict=True))
+    exact = attention(q.double(), k.double(), v.double(), scale=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = attention(q, k, v, scale=1.0)
+        rounded_logits = (q @ k.transpose(-1, -2)).float() + torch.full((T, T), -math.inf).triu(1)
+        rounded = (torch.softmax(rounded_logits, -1).bfloat16() @ v).double()
+    assert ours.dtype == torch.bfloat16
+    assert (ours.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+    assert (rounded - exact).abs().max() > exact.abs().max() * 2**-8

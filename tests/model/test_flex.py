@@ -1,14 +1,10 @@
 """Compares FlexAttention on a CPU with `math` and written-out sums: masks, cap, grouped heads, row statistics."""
 
-import math
-
 import pytest
 import torch
-from torch._higher_order_ops.flex_attention import math_attention
-from torch.nn.attention import flex_attention as torchs
 
 from mmqk.model import backends as kernels
-from tests.model.attend import attention
+from tests.model.attend import attention, dense_flex
 
 B, H, G, T, K = 2, 4, 2, 256, 8
 SCALE = 0.4
@@ -37,50 +33,9 @@ def dense(q, k, v, **options):
     return attention(q, shared(k), shared(v), scale=SCALE, **options)
 
 
-@torch.no_grad()
-def by_torch(q, k, v, window=0, document_BT=None, softcap=None):
-    """Return the output of torch's flex_attention, which is dense on a CPU."""
-    score_mod = None if softcap is None else kernels._cap(softcap)
-    mask = kernels.flex_mask(T, CPU, window, document_BT)
-    return torchs.flex_attention(q, k, v, score_mod, mask, SCALE, enable_gqa=True)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_masks_and_cap_of_flex_are_those_of_math(name):
-    ours, theirs = (function(*qkv(), **CASES[name]) for function in (dense, by_torch))
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=5e-6)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_tells_masks_and_caps_apart():
-    q, k, v = qkv()
-    fused = by_torch(q, k, v, **CASES["all"])
-    packed_BT = DOCUMENT_BT.clone()
-    packed_BT[1, 131] = 7  # the first token of a document moves to the document before it
-    for wrong in ({"window": 41}, {"window": 39}, {"softcap": 1.6}, {"document_BT": packed_BT}):
-        assert (dense(q, k, v, **(CASES["all"] | wrong)) - fused).abs().max() > 1e-3
-    capped = by_torch(q, k, v, softcap=1.5)
-    logits = SCALE * q @ shared(k).transpose(-1, -2)
-    masked = logits.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -math.inf)
-    cap_after_mask = torch.softmax(1.5 * torch.tanh(masked / 1.5), -1) @ shared(v)
-    assert (cap_after_mask - capped).abs().max() > 0.1
-
-
 @pytest.fixture
 def flex_on_cpu(monkeypatch):
-    """Replace the compiled kernel by dense operations. On a CPU torch's kernel has neither row statistics nor
-    gradients."""
-
-    def attend(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux):
-        assert enable_gqa == (q.shape[1] != k.shape[1])
-        assert return_aux == torchs.AuxRequest(lse=True, max_scores=True)
-        score_mod = score_mod or (lambda score, b, h, query, key: score)
-        out, lse, largest = math_attention(q, k, v, score_mod, block_mask.as_tuple(), scale, {})
-        base_2 = math.log(2)
-        return out, torchs.AuxOutput(lse=base_2 * lse, max_scores=base_2 * largest)
-
-    monkeypatch.setattr(kernels, "_compiled", lambda: attend)
+    monkeypatch.setattr(kernels, "_compiled", lambda: dense_flex)
 
 
 def rows_written_out(q, k, window=0, document_BT=None, softcap=None):
@@ -112,7 +67,7 @@ def test_rows_of_flex_are_the_written_out_maxima_and_sums(name, flex_on_cpu):
     torch.testing.assert_close(rows.max_BHT.double(), largest, rtol=0, atol=tolerance)
     torch.testing.assert_close(rows.lse_BHT.double(), lse, rtol=0, atol=1e-5)
     assert (rows.max_BHT - rows.lse_BHT).abs().max() > 0.1
-    for other in ({"window": 30}, {"softcap": 2.0}):
+    for other in ({"window": 30}, {"softcap": 2.0}, {"document_BT": torch.arange(T).expand(B, T) // 90}):
         assert (rows_written_out(q, k, **(options | other))[1] - lse).abs().max() > 1e-2
 
     theirs = dense(q, k, v, **options)

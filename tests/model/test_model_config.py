@@ -21,14 +21,6 @@ def test_an_impossible_model_is_refused(fields):
         ModelConfig(**fields)
 
 
-def test_windows_by_layer():
-    gemma2, gemma3 = ModelConfig(window=8, global_every=2), ModelConfig(window=8, global_every=6)
-    assert [gemma2.window_of(layer) for layer in range(4)] == [8, 0, 8, 0]
-    assert [gemma3.window_of(layer) for layer in range(12)] == 2 * ([8] * 5 + [0])
-    assert {ModelConfig(window=8).window_of(layer) for layer in range(12)} == {8}
-    assert {ModelConfig(global_every=2).window_of(layer) for layer in range(12)} == {0}
-
-
 def test_a_configuration_comes_back_from_its_dictionary():
     config = ModelConfig(
         vocab_sizes={"text": 9}, qk_norm=QKNormConfig("l2", scale_max=100.0), per_modality=PerModalityConfig(mlp=True),

@@ -1,31 +1,12 @@
-"""The whole model has the expected symmetries and bounds. `test_fuzz` compares it with a forward pass written out."""
+"""The backends, documents, observers and dtypes of the whole model. `test_fuzz` and `test_peers` compare it with a
+forward pass written out."""
 
 import itertools
 
 import pytest
 import torch
 
-from tests.model.small import BLOCKS, VARIANTS, build, ids_of, refuses_sdpa
-
-
-@pytest.mark.parametrize("backend", ["math", "sdpa"])
-@pytest.mark.parametrize(
-    ("ends", "apart"),
-    [((1, 0), {0}), ((1, 1), {0}), ((2, 0), {0, 1}), ((2, 1), {0, 1, 2}), ((0, 3), {0, 1, 2}), ((0, 2), set())],
-)
-def test_no_image_token_reaches_a_text_token_in_separated_layers(backend, ends, apart):
-    """Before the first shared layer, a changed image token changes no bit of the residual stream of text tokens."""
-    model = build(backend=backend, separate_first=ends[0], separate_last=ends[1])
-    ids_T = torch.tensor([1, 12, 2, 13, 3, 4, 14, 5])
-    other_T, text_T = ids_T.clone(), ids_T < BLOCKS["text"]
-    other_T[1] = 15
-    resid: list[dict] = [{}, {}]
-    for ids, seen in zip((ids_T, other_T), resid, strict=True):
-        model(ids[None], observer=lambda site, layer, x, seen=seen: seen.__setitem__((site, layer), x[0]))
-    for layer in range(3):
-        one, two = (seen["resid", layer] for seen in resid)
-        assert torch.equal(one[text_T], two[text_T]) == (layer in apart), layer
-        assert not torch.equal(one[~text_T], two[~text_T])
+from tests.model.small import VARIANTS, build, ids_of, refuses_sdpa
 
 
 @pytest.mark.parametrize("variant", [name for name, fields in VARIANTS.items() if not refuses_sdpa(fields)])
@@ -36,34 +17,6 @@ def test_the_backends_agree(variant):
         with torch.no_grad():
             ours, theirs = (model(ids_BT, document_BT=documents) for model in (math, fused))
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
-
-
-def future_gradient(model, T=9, t=4):
-    """Return how much the logits up to position t depend on the input embeddings after t, and on those up to t."""
-    caught = []
-
-    def catch(module, inputs, output):
-        caught.append(output.detach().requires_grad_())
-        return caught[-1]
-
-    handle = model.embed.register_forward_hook(catch)
-    logits_BTV = model(ids_of(2, T))
-    handle.remove()
-    (grad_BTD,) = torch.autograd.grad(logits_BTV[:, : t + 1].square().sum(), caught)
-    return grad_BTD[:, t + 1 :].abs().max(), grad_BTD[:, : t + 1].abs().amax(-1).min()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_gradient_reaches_the_future(variant):
-    for backend in ("math",) if refuses_sdpa(VARIANTS[variant]) else ("math", "sdpa"):
-        after, before = future_gradient(build(backend=backend, **VARIANTS[variant]))
-        assert after == 0 and before > 0
-
-
-def test_a_leak_of_one_key_would_be_seen(monkeypatch):
-    monkeypatch.setattr("mmqk.model.backends.visible_keys", lambda *_: torch.ones(9, 9).tril(1).bool())
-    after, _ = future_gradient(build())
-    assert after > 0
 
 
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
