@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+LLAMA, QWEN3, OLMO2 = "LlamaForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"
+GEMMA2, GEMMA3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM"
+CHAMELEON = "ChameleonForConditionalGeneration"
 SHAPE = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,

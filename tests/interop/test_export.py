@@ -27,7 +27,8 @@ def exported(request, tiny_args, tmp_path_factory) -> tuple[str, Path, Path]:
     """Train and export a run; return (kind of QK-Norm, run folder, exported folder)."""
     folder = tmp_path_factory.mktemp("export")
     bias = ["--model.qk_norm.bias=true", "--model.qk_norm.eps=1e-5"] if request.param == "layer" else []
-    short = ["--trainer.max_steps=2", "--monitor.every_n_steps=0", f"--model.qk_norm.kind={request.param}", *bias]
+    short = ["--trainer.max_steps=2", "--monitor.every_n_steps=0", "--model.residual_dropout=0.1"]
+    short += [f"--model.qk_norm.kind={request.param}", *bias]
     assert train([*tiny_args, *short, f"--out={folder / 'run'}"]) == 0
     assert main(["--from", str(folder / "run"), "--to", str(folder / "hf")]) == 0
     return request.param, folder / "run", folder / "hf"
@@ -89,7 +90,9 @@ def test_a_damaged_record_is_named_and_the_weights_are_exported(exported, tmp_pa
     shutil.copytree(run / "checkpoints", tmp_path / "run/checkpoints")
     (tmp_path / "run/run.json").write_text("half a fi")
     assert main(["--from", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0
-    assert f"because {tmp_path / 'run/run.json'} cannot be read" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"because {tmp_path / 'run/run.json'} cannot be read" in said
+    assert "model.residual_dropout 0.1 is dropped" in said
     assert "AutoTokenizer" not in card_of(tmp_path / "hf")
 
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from mmqk.checkpoint import load_model, save_checkpoint
-from mmqk.data.batch import TokenBatch
 from mmqk.interop.folders import main
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
-from mmqk.monitors import probe
 from mmqk.store import cli_main
-from tests.interop.models import logits_of, some_ids, tiny
-
-LLAMA, CHAMELEON = "LlamaForCausalLM", "ChameleonForConditionalGeneration"
+from tests.interop.models import CHAMELEON, LLAMA, tiny
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,9 @@ def test_there_and_back(name, folders, tmp_path, capsys):
     import transformers
 
     kind = getattr(transformers, {"llama": LLAMA, "chameleon": CHAMELEON}[name])
-    assert convert(folders / name, tmp_path / "run") == 0
+    assert convert(folders / name, tmp_path / "run", "--vocab-sizes=text=64,image=32") == 0
+    sizes = load_model(tmp_path / "run").config.vocab_sizes
+    assert list(sizes.items()) == [("text", 64), ("image", 32)]
     said = capsys.readouterr()
     assert "tokenizers stay in" in said.out and said.err == ""
     assert ("(vqmodel) is not converted" in said.out) == (name == "chameleon")
@@ -68,61 +64,6 @@ def test_there_and_back(name, folders, tmp_path, capsys):
     assert weights(first).keys() == weights(back).keys()
     assert all(torch.equal(t, weights(back)[n]) for n, t in weights(first).items())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "run"]
-
-
-@pytest.mark.parametrize("name", ["llama", "tied", "chameleon"])
-def test_load_model_and_probe(name, folders, tmp_path):
-    assert convert(folders / name, tmp_path / "run", "--vocab-sizes=text=64,image=32") == 0
-    model = load_model(tmp_path / "run")
-    assert model.config.vocab_sizes == {"text": 64, "image": 32} and list(model.config.vocab_sizes) == ["text", "image"]
-    assert (model.head.weight is model.embed.weight) == (name == "tied")
-    import transformers
-
-    hf_model = transformers.AutoModelForCausalLM if name != "chameleon" else getattr(transformers, CHAMELEON)
-    hf_model = hf_model.from_pretrained(folders / name, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        assert (model(some_ids()) - logits_of(hf_model.eval(), some_ids())).abs().max() < 1e-4
-    ids = some_ids()
-    seen = torch.ones_like(ids, dtype=torch.bool)
-    flat = probe(model, TokenBatch(ids, (ids >= 64).long(), seen, seen, torch.tensor(64.0))).flat()
-    assert flat["attn_logit_absmax/text-image/layer00"] > 0
-    assert all(value == value for value in flat.values())
-    if name == "chameleon":
-        assert flat["attn_logit_absmax/text-image/layer02"] <= flat["attn_logit_bound/layer02"]
-
-
-def test_a_run_of_ours_is_exported(tmp_path, capsys):
-    import transformers
-
-    config = ModelConfig(
-        vocab_sizes={"text": 64, "image": 32}, d_model=32, n_layers=2, qk_norm=QKNormConfig("rms"), residual_dropout=0.1
-    )
-    model = EarlyFusionTransformer(config, seed=3).eval()
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
-    for step, scale in ((4, 0.0), (12, 1.0)):  # the newest checkpoint is exported
-        stored = {f"model.{n}": scale * t for n, t in model.state_dict().items()}
-        save_checkpoint(
-            {"mmqk_model": asdict(config), "state_dict": stored, "global_step": step},
-            tmp_path / f"run/checkpoints/step{step:08d}.ckpt",
-        )
-    assert convert(tmp_path / "run", tmp_path / "hf") == 0
-    said = capsys.readouterr().out
-    assert "step00000012" in said and "model.residual_dropout 0.1 is dropped" in said
-    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    with torch.no_grad():
-        assert (hf_model(some_ids()).logits - model(some_ids())).abs().max() < 1e-5
-    # config.json stores the vocabulary sizes in order, so an import does not need --vocab-sizes.
-    assert convert(tmp_path / "hf", tmp_path / "again") == 0
-    assert list(load_model(tmp_path / "again").config.vocab_sizes.items()) == [("text", 64), ("image", 32)]
-
-
-def test_a_head_that_only_claims_to_be_tied(folders, tmp_path, capsys):
-    """transformers does not tie two different matrices of a checkpoint, even if its configuration has
-    tie_word_embeddings."""
-    copy(folders / "llama", tmp_path / "hf", tie_word_embeddings=True)
-    assert convert(tmp_path / "hf", tmp_path / "run") == 0
-    model = load_model(tmp_path / "run")
-    assert not model.config.tie_embeddings and not torch.equal(model.head.weight, model.embed.weight)
 
 
 def copy(source: Path, to: Path, **changed) -> Path:
@@ -187,12 +128,6 @@ def test_damaged_runs(folders, tmp_path, capsys):
     capsys.readouterr()
     assert "model.norm_gain is zero_centered" in refuses(capsys, tmp_path / "run", out)
     checkpoint = tmp_path / "run/checkpoints/step00000000.ckpt"
-    whole = checkpoint.read_bytes()
-    checkpoint.write_bytes(whole[: len(whole) // 2])
-    assert "step00000000.ckpt is damaged or was not written" in refuses(capsys, tmp_path / "run", out)
-    middle = len(whole) // 2
-    checkpoint.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    assert "step00000000.ckpt is damaged" in refuses(capsys, tmp_path / "run", out)
     for stored, said in (
         ({"state_dict": {}}, "has no model configuration"),
         ({"mmqk_model": {"width": 3}, "state_dict": {}}, "has a model that this version of mmqk does not support"),

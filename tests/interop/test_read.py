@@ -12,11 +12,8 @@ from mmqk.interop import from_transformers
 from mmqk.interop.read import config_of
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError
-from tests.interop.models import VOCABULARY, VQ, logits_of, some_ids, tiny
+from tests.interop.models import CHAMELEON, GEMMA2, GEMMA3, LLAMA, OLMO2, QWEN3, logits_of, some_ids, tiny
 
-LLAMA, QWEN3, OLMO2 = "LlamaForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"
-GEMMA2, GEMMA3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM"
-CHAMELEON = "ChameleonForConditionalGeneration"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -49,7 +46,8 @@ def test_vocab_sizes_from_the_vocabulary(vocabulary, vocab_sizes):
 
 
 def test_image_ids_with_gaps_need_blocks():
-    hf_model = tiny(CHAMELEON, vocabulary_map={k: v for k, v in VOCABULARY.items() if v != 9}, vq_config=VQ)
+    hf_model = tiny(CHAMELEON)
+    hf_model.config.vocabulary_map = {k: v for k, v in hf_model.config.vocabulary_map.items() if v != 9}
     with pytest.raises(UserError, match=r"31 image ids .* not one range .* give vocab_sizes, such as"):
         from_transformers(hf_model)
     given = from_transformers(hf_model, vocab_sizes={"image": 40, "text": 56})
@@ -212,9 +210,7 @@ def test_weights_that_do_not_fit_are_refused():
     refuses(quantized, "lm_head.weight is torch.int8")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "windowed"), [("LlamaForCausalLM", 0), ("Olmo2ForCausalLM", 0), ("Qwen3ForCausalLM", 5)]
-)
+@pytest.mark.parametrize(("architecture", "windowed"), [(LLAMA, 0), (OLMO2, 0), (QWEN3, 5)])
 @torch.no_grad()
 def test_a_window_that_the_class_takes_no_notice_of_is_none_here(architecture, windowed):
     more = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 5, "use_sliding_window": True}

@@ -20,9 +20,7 @@ from mmqk.store import cli_main
 from mmqk.train import main as train
 from mmqk.training.fork.measure import change_of_function
 from mmqk.training.fork.weights import carry
-from tests.interop.models import logits_of, tiny
-
-LLAMA = "LlamaForCausalLM"
+from tests.interop.models import LLAMA, logits_of, tiny
 
 
 def llama():
