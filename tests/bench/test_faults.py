@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -64,18 +62,6 @@ def test_a_dead_head_and_uniform_attention_get_no_gradient_that_could_mend_them(
             parts, rest = {name: gradients[name] for name in names}, [gradients["w_v"], gradients["w_o"]]
         assert all(not part.any() for part in parts.values()), fault.__name__
         assert all(part.any() for part in rest), fault.__name__
-
-
-def test_uniform_attention_has_the_entropy_of_all_keys(data):
-    model = model_of(data)
-    faults.uniform_attention(model)
-    batch = data.probe_batch(2)
-    numbers = probe(model, batch.first(1)).flat()
-    modality_T = batch.modality_BT[0, : int(batch.valid_BT[0].sum())].tolist()
-    for m, name in enumerate(model.config.modalities):
-        queries = [t for t, modality in enumerate(modality_T) if modality == m and t + 1 >= 8]
-        expected = float(np.mean([math.log(t + 1) for t in queries]))
-        assert numbers[f"attn_entropy/{name}/layer01"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_loud_images_are_ten_times_as_long_and_text_is_as_before(data):

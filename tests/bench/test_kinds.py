@@ -31,6 +31,12 @@ def log(**changes: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame(table | changes, index=STEPS)
 
 
+def trace(table: pd.DataFrame, **label: object) -> Trace:
+    made = Trace(SimpleNamespace(seed=1), Label(**label), "develop")
+    made.__dict__["metrics"] = table
+    return made
+
+
 def from_300(tag: str, factor: float = 1.0, plus: float = 0.0) -> pd.DataFrame:
     values = log()[tag].to_numpy()
     return log(**{tag: np.where(STEPS >= 300, values * factor + plus, values)})
@@ -73,13 +79,8 @@ def test_a_sign_needs_no_later_step():
 
 
 def test_an_alarm_without_a_sign_is_not_a_guess():
-    def trace(kind: str, table: pd.DataFrame) -> Trace:
-        made = Trace(SimpleNamespace(seed=1), Label(kind), "develop")
-        made.__dict__["metrics"] = table
-        return made
-
     assert kind_of(log(), alarmed=True) == DONT_KNOW
-    runs = [trace("rate", from_300("lr", 10)), trace("leak", log()), trace("", from_300("lr", 10))]
+    runs = [trace(from_300("lr", 10), kind="rate"), trace(log(), kind="leak"), trace(from_300("lr", 10))]
     assert confusion(runs, [False, True, False]).splitlines() == [
         "| true kind | rate | don't know | no fault |",
         "| --- | --: | --: | --: |",
@@ -90,11 +91,6 @@ def test_an_alarm_without_a_sign_is_not_a_guess():
 
 
 def test_places_of_the_right_kind_are_counted():
-    def trace(table: pd.DataFrame, **label: object) -> Trace:
-        made = Trace(SimpleNamespace(seed=1), Label(**label), "develop")
-        made.__dict__["metrics"] = table
-        return made
-
     shrinks = log(**{"w_q_norm/layer01": np.where(STEPS >= 300, 4.0, 9.0)})
     runs = [trace(shrinks, kind="decay", layer=1), trace(shrinks, kind="decay", layer=0)]
     others = [trace(shrinks, kind="decay"), trace(shrinks, kind="data", layer=1), trace(log(), kind="decay", layer=1)]

@@ -78,18 +78,10 @@ def test_ratios_are_made_within_a_round():
     """The median of ratios within rounds can differ from the ratio of medians, if the machine was slow in one
     round."""
     a, b = compare(
-        [candidate("a", [0.0, 1.0, 10.0, 2.0]), candidate("b", [0.0, 3.0, 20.0, 4.0])], CONTEXT, repeat=1, rounds=3
-    )
-    assert times(b, a) == [3.0, 2.0, 2.0]
-    assert faster(b, a, "tokens") == pytest.approx([1 / 3, 0.5, 0.5])
-    of_medians = statistics.median(b["seconds"]) / statistics.median(a["seconds"])
-    page = one(unit([a, b]))
-    assert "| b | 4,000.00 |" in page and "| 2.00 |" in page
-    assert of_medians == 2.0
-    a, b = compare(
         [candidate("a", [0.0, 1.0, 10.0, 4.0]), candidate("b", [0.0, 3.0, 20.0, 4.0])], CONTEXT, repeat=1, rounds=3
     )
-    assert statistics.median(times(b, a)) == 2.0
+    assert times(b, a) == [3.0, 2.0, 1.0]
+    assert faster(b, a, "tokens") == pytest.approx([1 / 3, 0.5, 1.0])
     assert statistics.median(b["seconds"]) / statistics.median(a["seconds"]) == 1.0
     assert "| 2.00 |" in one(unit([a, b]))
 

@@ -92,12 +92,6 @@ def test_mixing():
     assert shards_in(["1x0", "1x1", "2x0", "3x0"], samples=2) == 1.5
 
 
-def test_the_keys_of_uneven_tars():
-    even, uneven = TARS.keys(), TARS.keys(uneven=True)
-    assert len(even) == len(uneven) == len(set(uneven)) == TARS.total
-    assert len({sum(key.startswith(f"{t}x") for key in uneven) for t in range(TARS.tars)}) > 1
-
-
 def test_a_missing_package_has_a_row(monkeypatch, folder):
     monkeypatch.setitem(readers.READERS, "other", (readers.Reader, ("a-package-that-nobody-installs",)))
     (row,) = streams.measure(Context(rows="^other$"), TARS)["rows"]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.training.gates import wait_for
+from tests.training.runs import series
 
 BASE = """\
 trainer: {max_steps: 60}
@@ -86,24 +87,8 @@ def ablate(*args: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def metrics(out: str) -> dict[str, list[dict[str, object]]]:
-    """Return the lines of metrics.jsonl of each run, without what a clock says."""
-    found = {}
-    for path in sorted(Path(out).glob("*-*/seed*/metrics.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            line.pop("tokens_per_s", None)
-        found["/".join(path.parts[-3:-1])] = lines
-    return found
-
-
-def wait_for(condition, seconds: float = 240.0):
-    """Return the first true value of ``condition()``."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise TimeoutError
+    """Return the lines of metrics.jsonl of each run, without the wall-clock values."""
+    return {"/".join(path.parts[-2:]): series(path) for path in sorted(Path(out).glob("*-*/seed*"))}
 
 
 @pytest.fixture(scope="session")

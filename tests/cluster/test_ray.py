@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.conftest import ablate, metrics, trains, wait_for
+from tests.cluster.conftest import ablate, metrics, trains
+from tests.training.gates import wait_for
 
 pytest.importorskip("ray", reason="ray is not installed: make cluster-test")
 pytestmark = pytest.mark.slow
@@ -18,7 +19,7 @@ def test_a_grid_equals_the_local_one_although_a_node_dies(local, monkeypatch):
     dying = cluster.add_node(num_cpus=1)
     try:
         process = ablate("--out", "runs/ray", "--executor", "ray", "--jobs", "2", RAY_ADDRESS=cluster.address)
-        wait_for(lambda: trains("runs/ray"))
+        wait_for(lambda: trains("runs/ray"), 240)
         cluster.remove_node(dying, allow_graceful=False)
         assert process.wait() == 0, process.stdout.read()
     finally:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ablate, metrics, trains, wait_for
+from tests.cluster.conftest import ablate, metrics, trains
+from tests.training.gates import wait_for
 
 pytest.importorskip("submitit", reason="submitit is not installed: make cluster-test")
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def test_a_grid_equals_the_local_one(slurm, local):
 @pytest.mark.parametrize("event", ["preempted", "dead node"])
 def test_a_run_goes_on_after(event, slurm, local):
     process = ablate("--out", "runs/slurm", *SLURM, "--only", "plain")
-    wait_for(lambda: trains("runs/slurm"))
+    wait_for(lambda: trains("runs/slurm"), 240)
     if event == "preempted":
         subprocess.run(["srun", "--partition=high", "--ntasks=2", "sleep", "1"], check=True)
     else:
@@ -44,7 +45,7 @@ def test_a_run_goes_on_after(event, slurm, local):
 
 def test_an_interrupted_grid_leaves_no_job_and_goes_on(slurm, local):
     process = ablate("--out", "runs/slurm", *SLURM, "--only", "plain")
-    wait_for(lambda: trains("runs/slurm"))
+    wait_for(lambda: trains("runs/slurm"), 240)
     process.send_signal(2)
     assert process.wait() == 130
     wait_for(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout.strip(), 60)

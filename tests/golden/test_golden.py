@@ -1,4 +1,4 @@
-"""The golden runs cover every kind of remedy, loss, data and probe, and their comparison detects a small change."""
+"""The golden runs cover every group of remedies, and their comparison detects a small change."""
 
 from __future__ import annotations
 
@@ -45,16 +45,6 @@ def test_every_group_of_remedies_is_in_a_golden_run():
     for group in {remedy.group for remedy in REMEDIES}:
         of_group = [set(remedy.settings) - {"backend"} for remedy in REMEDIES if remedy.group == group]
         assert any(wanted <= fields for wanted in of_group), group
-
-
-def test_every_source_probe_and_loss_is_in_a_golden_run():
-    runs = [settings(name) for name in RUNS]
-    kinds = {kind for run in runs for kind in run.get("data.mix", {"pair": 3, "text": 1})}
-    assert {"pair", "text", "image", "tokens", "dial"} <= kinds
-    fields = {field for run in runs for field in run}
-    assert {"data.read", "data.pack", "loss.z_loss", "loss.chunk_size", "loss.weights"} <= fields
-    assert {f"monitor.{probe}" for probe in ("heads", "parameters", "precision", "gradient_agreement")} <= fields
-    assert {run.get("trainer.precision", "32-true") for run in runs} == {"32-true", "bf16-mixed", "bf16-true"}
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,20 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from mmqk.lab.runner.executors import PRELOAD, start_server
 
 SECONDS = 120.0
 
 
-def wait_for(there: Callable[[], object]) -> None:
-    """Wait until ``there()`` is true; fail the test after `SECONDS` seconds."""
-    until = time.monotonic() + SECONDS
-    while not there():
+def wait_for(there: Callable[[], Any], seconds: float = SECONDS) -> Any:
+    """Return the first true value of ``there()``; fail the test after some seconds."""
+    until = time.monotonic() + seconds
+    while not (found := there()):
         assert time.monotonic() < until, "timed out"
         time.sleep(0.02)
+    return found
 
 
 def gone(pid: int) -> bool:
