@@ -259,7 +259,9 @@ def status_of(out: Path) -> bytes | None:
     return (out / "status.json").read_bytes() if (out / "status.json").exists() else b""
 
 
-def judge(code: int, kind: str, told: str, scenario: str, out: Path, before: bytes | None) -> None:
+def judge(
+    code: int, kind: str, told: str, scenario: str, out: Path, before: bytes | None, steps: int = kills.STEPS
+) -> None:
     """Check that a command survives a fault, or ends with one sentence and a correct status. The content of
     status.json was ``before``."""
     if code == -signal.SIGKILL and kind == "crash":
@@ -274,7 +276,7 @@ def judge(code: int, kind: str, told: str, scenario: str, out: Path, before: byt
         status = read_status(out)
         # A run that cannot read a file after its last step has completed. A call that cannot read the files of an
         # earlier call does not begin, and leaves the status of the earlier call.
-        completed = status is not None and (status.status, status.step) == ("completed", kills.STEPS)
+        completed = status is not None and (status.status, status.step) == ("completed", steps)
         untouched = before is not None and status_of(out) == before
         assert completed or untouched or (status is not None and status.status == "failed"), status
 

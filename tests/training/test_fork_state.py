@@ -253,7 +253,8 @@ def test_with_batches_left_out_and_a_fork_of_the_fork(whole, order, tmp_path, mo
     assert recorded(monkeypatch, one, tmp_path / "one") == without(order, {32, 33, 34, 35, 36, 45})
     two = [f"--fork={checkpoint(tmp_path / 'one', 10)}", "--fork_skip=46", "--data.batch_size=2"]
     batches = recorded(monkeypatch, two, tmp_path / "two")
-    assert json.loads((tmp_path / "two/fork.json").read_text())["skip"] == [46]
+    record, parent = (json.loads((tmp_path / name).read_text()) for name in ("two/fork.json", "one/run.json"))
+    assert record["skip"] == [46] and record["parent"]["id"] == parent["id"]
     # Steps 9 and 10 of the first fork read sequences 37 to 44.
     assert batches == {s: [order.row(n).ids.tolist() for n in ns] for s, ns in ((11, (47, 48)), (12, (49, 50)))}
 

@@ -9,7 +9,7 @@ from mmqk.config import LossConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.training.losses import loss_parts, modality_losses, modality_sums, total_loss
 from tests.peers import Peer
-from tests.training.toy import module_of
+from tests.training.toy import module_of, toy_batch
 
 WRITTEN_OUT = Peer(("z_loss",), "formula written out", 1e-12)
 PEERS = [WRITTEN_OUT]
@@ -60,29 +60,6 @@ def test_total_and_its_gradient_equal_the_formula_over_valid_targets():
     assert abs(loss - formula(mask.roll(1, 1))) > 1e-2
 
 
-@pytest.mark.parametrize("c", [4.0, -2.5])
-def test_adding_a_constant_to_all_logits_changes_the_z_loss_by_its_formula(c):
-    """The z-loss changes by `z (2 c mean(log Z) + c^2)`, with the mean over the trained targets, and its gradient by
-    `2 z c softmax / n`."""
-    logits, targets, modality, mask = batch()
-    n, z, ones = int(mask.sum()), 1e-2, torch.ones(M, dtype=logits.dtype)
-    values, gradients = [], []
-    for moved in (logits.clone().requires_grad_(), (logits + c).requires_grad_()):
-        sums = modality_losses(moved, targets, modality, mask, M)
-        values.append([total_loss(sums, ones, coefficient, n) for coefficient in (0.0, z)])
-        gradients.append(torch.autograd.grad(values[-1][1], moved)[0])
-    ce, ce_moved, total, total_moved = (v[i].detach() for i in (0, 1) for v in values)
-    exactly = {"rtol": 0, "atol": WRITTEN_OUT.tolerance}
-    torch.testing.assert_close(ce_moved, ce, **exactly)
-    log_z = logits.exp().sum(-1).log()[mask]
-    torch.testing.assert_close(total_moved - total, z * (2 * c * log_z.mean() + c * c), **exactly)
-    expected = 2 * z * c / n * logits.softmax(-1) * mask[..., None]
-    torch.testing.assert_close(gradients[1] - gradients[0], expected, **exactly)
-    # The controls: the mean over all positions, and the formula without `c^2`.
-    for wrong in (2 * c * logits.logsumexp(-1).mean() + c * c, 2 * c * log_z.mean()):
-        assert float((total_moved - total - z * wrong).abs()) > 1e-3
-
-
 def test_parts_of_the_loss_add_up_over_one_denominator():
     logits, targets, modality, mask = batch()
     weights, n = torch.tensor([1.0, 0.25, 1.0], dtype=logits.dtype), mask.sum()
@@ -94,6 +71,23 @@ def test_parts_of_the_loss_add_up_over_one_denominator():
     assert parts[2] == 0  # an absent modality adds nothing
     own = position[mask & (modality == 0)].mean()
     assert abs(parts[0] - own) > 1e-2  # the control: the mean over its own targets differs
+
+
+def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run():
+    """Without the image loss, the gradient is that of the text targets in the mixed run: the number of targets, by
+    which the loss is divided, does not change."""
+    mixed, off, batch = module_of(), module_of(loss=LossConfig(weights={"image": 0.0})), toy_batch(0)
+
+    def gradient(module, loss):
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.model.parameters()))])
+
+    ours = gradient(off, total_loss(off.losses(batch), *off.loss_weighting(batch)))
+    expected = gradient(mixed, mixed.losses(batch).ce[0] / batch.target_mask_BT.sum())
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    # The controls: the mixed gradient differs, and so does the mean over the text targets alone.
+    both, sums = gradient(mixed, total_loss(mixed.losses(batch), *mixed.loss_weighting(batch))), mixed.losses(batch)
+    for other in (both, gradient(mixed, sums.ce[0] / sums.count[0])):
+        assert float((ours - other).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (2.0, 1e-2)])

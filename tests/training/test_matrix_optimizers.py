@@ -1,23 +1,22 @@
 """Compare Muon, AdamH, update clipping, AdaGC, SkipStep and MSign with other implementations or with formulas.
 
-Where AdaGC, SkipStep and MSign must change nothing: absent gradients, skipped steps, diverged runs."""
+Where AdaGC and SkipStep must change nothing: absent gradients, skipped steps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mmqk.config import OptimConfig
-from mmqk.model import EarlyFusionTransformer, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer
 from mmqk.training.guards import AdaGC, SkipStep
 from mmqk.training.optimizers import hidden_matrices, make_optimizer, orthogonal, orthogonalize
 from tests.model.small import SMALL
 from tests.peers import Peer
-from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
+from tests.training.toy import apart, fit, module_of, toy_batch, weights
 
 MUON = Peer(("muon",), "torch.optim.Muon and AdamW", 0.0, "fp32")
 ADAMH = Peer(("adamh",), "formula written out", 1e-12)
@@ -116,11 +115,13 @@ def test_adagc_is_its_formula():
     guard, gamma = AdaGC(2, 1.05, warmup=2), [float("inf")] * 2
     torch.manual_seed(0)
     for step in range(8):
-        gradients = [torch.randn(5) * (50 if step == 6 else 1), torch.randn(3, 2)]
+        gradients = [torch.randn(5) * (50 if step == 6 else 1), torch.randn(3, 2) * (step not in (1, 4))]
         expected = []
         for i, g in enumerate(gradients):
             norm = float(g.norm())
-            if step < 2:
+            if norm == 0:  # a step without a gradient, in and after the warm-up, does not count
+                expected.append(g.clone())
+            elif step < 2:
                 gamma[i] = min(gamma[i], norm)
                 expected.append(g.clone())
             else:
@@ -177,40 +178,6 @@ def test_msign_is_the_polar_factor_and_touches_attention_alone():
 OTHER_OPTIMIZERS = [{"matrices": "muon"}, {"matrices": "adamh"}, {"update_clip": True}, {"split_second_moment": True}]
 
 
-def clipped(steps: dict[int, float]) -> tuple[list[float], float]:
-    """Return the clipped gradients of one element, and gamma; ``steps`` has the gradient by step number."""
-    guard, after = AdaGC(1, 1.05, warmup=3), []
-    for step, value in steps.items():
-        gradient = torch.tensor([value])
-        guard.clip([gradient], [gradient.norm()], step)
-        after.append(float(gradient))
-    return after, float(guard.state["gamma_P"])
-
-
-@pytest.mark.parametrize("absent", [1, 4], ids=["in warm-up", "after warm-up"])
-def test_adagc_ignores_a_step_without_a_gradient(absent):
-    present = {0: 1.0, 2: 2.0, 3: 1.5, 5: 0.7, 6: 1.2}
-    after, gamma = clipped(dict(sorted({**present, absent: 0.0}.items())))
-    assert [x for x in after if x] == clipped(present)[0] and gamma == clipped(present)[1]
-    # Control: a small gradient counts.
-    assert clipped(dict(sorted({**present, absent: 0.5}.items())))[1] != gamma
-
-
-def test_matrices_of_a_modality_that_the_warm_up_lacks_train_later():
-    config = replace(MODEL, per_modality=PerModalityConfig(mlp=True))
-    batches = [toy_batch(0, only="text"), toy_batch(1), toy_batch(2)]
-    ends = []
-    for n in (1, 3):
-        module = module_of(config, adagc=1.05, warmup_steps=1, weight_decay=0.0)
-        fit(module, batches[:n])
-        ends.append(weights(module))
-    untied = [name for name in ends[0] if "mlp.copies.1." in name]
-    assert len(untied) == 6
-    for name in untied:
-        assert torch.equal(ends[0][name], module_of(config).model.state_dict()[name]), name  # the control: absent
-        assert not torch.equal(ends[1][name], ends[0][name]), name
-
-
 def trained(batches, **optim) -> dict[str, Tensor]:
     """Return the weights and the moments after a run. With `skip_step`, its window has losses and norms near 3."""
     module = module_of(**optim)
@@ -234,24 +201,3 @@ def test_a_skipped_step_leaves_no_trace_in_the_moments(optim):
     without = trained([first, second, last], **optim)
     assert apart(trained([first, second, outlier, last], skip_step=6.0, **optim), without) == 0
     assert apart(trained([first, second, outlier, last], **optim), without) > 1e-2  # the control
-
-
-class NotFinite(L.Callback):
-    """Makes the gradient of one step, counted from 0, NaN."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_after_backward(self, trainer, pl_module) -> None:
-        if trainer.global_step == self.step:
-            pl_module.model.embed.weight.grad.fill_(torch.nan)
-
-
-def test_msign_keeps_the_weights_of_a_diverged_run():
-    def end(steps: int, bad: int | None = None, **optim) -> dict[str, Tensor]:
-        module = module_of(**optim)
-        fit(module, [toy_batch(seed) for seed in range(steps)], callbacks=[NotFinite(bad)])
-        return weights(module)
-
-    assert apart(end(4, bad=2, msign_every=4), end(2)) == 0
-    assert apart(end(4, msign_every=4), end(4)) > 1e-3  # the control

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 
 import lightning as L
@@ -25,26 +26,27 @@ EVERYTHING = MonitorConfig(
 PARTS = ("decay", "step", "unattributed", "rest")
 
 
-class Squares(L.Callback):
-    """Record |W|^2 of every W_q and W_k before the first step and after each step."""
+class Weights(L.Callback):
+    """Record the weights before the first step and after each step."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
-
-    def look(self, module) -> None:
-        squares: dict[str, float] = {}
-        for name, p in module.model.named_parameters():
-            if match := re.match(r"blocks\.(\d+)\.attention\.(w_[qk])\..*weight", name):
-                key = f"{match[2]}/layer{int(match[1]):02d}"
-                squares[key] = squares.get(key, 0.0) + float(p.detach().square().sum())
-        self.seen.append(squares)
+        self.seen: list[dict[str, torch.Tensor]] = []
 
     def on_train_start(self, trainer, pl_module) -> None:
-        self.look(pl_module)
+        self.seen.append(weights(pl_module))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.look(pl_module)
+            self.seen.append(weights(pl_module))
+
+
+def squares_of(weights: dict[str, torch.Tensor]) -> Counter[str]:
+    """Return |W|^2 of every W_q and W_k, summed over the copies of a matrix."""
+    squares: Counter[str] = Counter()
+    for name, w in weights.items():
+        if match := re.match(r"blocks\.(\d+)\.attention\.(w_[qk])\..*weight", name):
+            squares[f"{match[2]}/layer{int(match[1]):02d}"] += float(w.square().sum())
+    return squares
 
 
 @pytest.fixture
@@ -79,19 +81,20 @@ CASES = {
 @pytest.mark.parametrize(("model", "optim", "run", "loss"), CASES.values(), ids=CASES)
 def test_the_parts_of_a_run_sum_to_the_measured_change(logged, model, optim, run, loss):
     module = module_of(replace(MODEL, **model), LossConfig(**loss), **optim)
-    squares = Squares()
+    record = Weights()
     batches = batches_of(9, run.get("accumulate", 1))
     config = replace(EVERYTHING, parameters=optim.get("matrices") != "muon")
-    fit(module, batches, **run, callbacks=[RunMonitor(config), squares])
+    fit(module, batches, **run, callbacks=[RunMonitor(config), record])
     ends = {3: 0, 7: 4, 9: 8}  # the last window is cut short by the end of the run
     assert [s for s, line in logged.items() if "budget_window" in line] == list(ends)
     for end, start in ends.items():
         line = logged[end]
         assert line["budget_window"] == end - start
         assert (line["budget_clip_factor"] < 1) == ("clip" in run)
-        for where, square in squares.seen[end].items():
+        before, after = squares_of(record.seen[start]), squares_of(record.seen[end])
+        for where, square in after.items():
             name, layer = where.split("/")
-            change = square - squares.seen[start][where]
+            change = square - before[where]
             parts = {part: line[f"{name}_growth_{part}/{layer}"] for part in PARTS}
             off = [m for m, weight in loss.get("weights", {}).items() if not weight]
             matrices = optim.get("matrices")
@@ -165,22 +168,15 @@ def test_sizes_by_parameter(logged):
     They are the size of the update relative to the learning rate and to the parameter, the gradient norm, and the
     share of elements below Adam's eps.
     """
-    seen: dict[int, dict[str, torch.Tensor]] = {}
-
-    class Weights(L.Callback):
-        def on_train_start(self, trainer, pl_module) -> None:
-            seen[0] = weights(pl_module)
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-            seen[trainer.global_step] = weights(pl_module)
-
     module = module_of(weight_decay=0.1, eps=1e-4)
     batches = batches_of(4)
-    lines = fit(module, batches, clip=0.05, callbacks=[RunMonitor(EVERYTHING), Weights()])
+    record = Weights()
+    lines = fit(module, batches, clip=0.05, callbacks=[RunMonitor(EVERYTHING), record])
     for step in (2, 4):
         norms = []
         for name, _ in module.model.named_parameters():
-            change, before = (seen[step][name] - seen[step - 1][name]), seen[step - 1][name]
+            before = record.seen[step - 1][name]
+            change = record.seen[step][name] - before
             rms = float(change.square().mean().sqrt())
             assert logged[step][f"update_rms/{name}"] == pytest.approx(rms / 0.01, rel=1e-4)
             ratio = rms / float(before.square().mean().sqrt())

@@ -89,7 +89,10 @@ def broken_at(step: int, **optim):
     return module
 
 
-@pytest.mark.parametrize("optim", [{}, {"split_second_moment": True}, {"qk_clip": 1e-3}], ids=str)
+CHANGES = [{}, {"split_second_moment": True}, {"qk_clip": 1e-3}, {"msign_every": 4}]
+
+
+@pytest.mark.parametrize("optim", CHANGES, ids=str)
 def test_after_a_step_that_is_not_finite_the_weights_stay(optim):
     batches = [toy_batch(i) for i in range(5)]
     broken, before = broken_at(2, **optim), module_of(**optim)

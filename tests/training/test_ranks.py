@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ import torch
 from mmqk.checkpoint import load_model
 from mmqk.store import is_locked, read_metrics, read_status
 from mmqk.train import main
-from mmqk.training.module import TrainingModule
+from tests.training.batches import recorded
+from tests.training.gates import wait_for
 from tests.training.ranks import end, start, train
 from tests.training.runs import rewind, same, same_run, series, state
 
@@ -155,20 +155,12 @@ def test_a_spike_on_one_of_two_ranks_is_skipped_by_both(tiny_args, tmp_path):
 def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tmp_path, monkeypatch, capsys):
     """It reads exactly the tokens of the run of one process. Killed once more, it is the same run, bit for bit."""
     strategy, one, two = pair
-    read, training_step = [], TrainingModule.training_step
-
-    def reading(self, batch, index):
-        read.append(batch.ids_BT.tolist())
-        return training_step(self, batch, index)
-
-    monkeypatch.setattr(TrainingModule, "training_step", reading)
     ids = []
     for before, name, step in ((one, "straight", 0), (two, "alone", 4), (tmp_path / "alone", "again", 8)):
-        read.clear()
         args = [a for a in rewind(before, tmp_path / name, step) if not a.startswith(WHERE)]
-        assert main([*args, f"--out={tmp_path / name}"]) == 0
-        ids.append(read.copy())
-    assert ids[0][8:] == ids[1] and ids[1][8:] == ids[2] and ids[0] != ids[0][::-1]  # two micro-batches a step
+        ids.append(recorded(monkeypatch, args, tmp_path / name))
+    assert sorted(ids[2]) == [9, 10, 11, 12] and ids[2].items() < ids[1].items() < ids[0].items()
+    assert len(ids[0]) == 12 and ids[0][11] != ids[0][12]
     assert same_run(tmp_path / "again", tmp_path / "alone")
     said = capsys.readouterr().err
     assert f"2 processes ({strategy}) and the run continues with one process" in said and "up to rounding" in said
@@ -214,9 +206,7 @@ def test_a_signal_to_any_process_ends_all_in_order(tiny_args, tmp_path, signum):
     out = tmp_path / "run"
     args = [*tiny_args, *LONG, f"--out={out}"]
     both = start(args, tmp_path / "log", "ddp" if signum == signal.SIGTERM else "fsdp")
-    until = time.monotonic() + 1800
-    while not (out / "metrics.jsonl").exists() and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for((out / "metrics.jsonl").exists, 1800)
     os.kill(both[1].pid, signum)  # the process that does not own the run folder
     assert end(both) == [128 + signum, 0]
     status = read_status(out)

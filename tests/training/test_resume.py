@@ -13,6 +13,7 @@ from mmqk.checkpoint import load_model
 from mmqk.config import resolve
 from mmqk.train import main
 from mmqk.training.module import TrainingModule
+from tests.training.batches import recorded
 from tests.training.runs import checkpoint, command, rewind, same_run, series, state, status
 
 RUNS = {
@@ -85,31 +86,17 @@ def test_what_a_run_switches_on_is_at_work_when_it_is_resumed(straight):
     assert any(name.endswith("momentum_buffer") for name in state(straight("the dial, muon")))
 
 
-@pytest.fixture
-def read(monkeypatch) -> list[list]:
-    """Return a list to which every training step appends its token ids."""
-    ids, training_step = [], TrainingModule.training_step
-
-    def reading(self, batch, index):
-        ids.append(batch.ids_BT.tolist())
-        return training_step(self, batch, index)
-
-    monkeypatch.setattr(TrainingModule, "training_step", reading)
-    return ids
-
-
-def test_two_kills_and_a_checkpoint_exactly_at_the_end_of_an_epoch(tiny_args, tmp_path, read, whole):
+def test_two_kills_and_a_checkpoint_exactly_at_the_end_of_an_epoch(tiny_args, tmp_path, monkeypatch, whole):
     """An epoch has 40 pairs, which are 4 batches of 10, so two checkpoints are between two epochs. The resumed run is
     killed too. The control: it differs from another run."""
     args = [*tiny_args, '--data.mix={"pair": 1}', "--data.image_first_prob=0", "--data.batch_size=10",
             "--checkpoint.keep=9"]  # fmt: skip
-    assert main([*args, f"--out={tmp_path / 'whole'}"]) == 0
-    straight = read.copy()
-    epochs = [sorted(row for batch in straight[first : first + 4] for row in batch) for first in (0, 4, 8)]
-    assert epochs[0] == epochs[1] == epochs[2] and straight[:4] != straight[4:8] != straight[8:]
+    straight = recorded(monkeypatch, args, tmp_path / "whole")
+    epochs = [[row for step in range(first, first + 4) for row in straight[step]] for first in (1, 5, 9)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and epochs[0] != epochs[1] != epochs[2]
     for before, step in (("whole", 4), ("killed at 4", 8)):
-        read.clear()
         out = tmp_path / f"killed at {step}"
         rewind(tmp_path / before, out, step)
-        assert main([*args, f"--out={out}"]) == 0
-        assert read == straight[step:] and same_run(out, tmp_path / "whole") and not same_run(out, whole)
+        read = recorded(monkeypatch, args, out)
+        assert read == {number: rows for number, rows in straight.items() if number > step}
+        assert same_run(out, tmp_path / "whole") and not same_run(out, whole)

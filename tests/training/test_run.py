@@ -1,15 +1,10 @@
-"""Train runs from the command line: repeated, killed, diverged, failed and refused runs; and without the image loss."""
+"""Train runs from the command line: repeated, diverged, failed and refused runs."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import re
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -20,10 +15,9 @@ from mmqk.config import resolve
 from mmqk.store import RunFolder, cli_main, read_alarms, read_metrics
 from mmqk.train import main
 from mmqk.training import module as training
-from mmqk.training.losses import LossSums, total_loss
+from mmqk.training.losses import total_loss
 from mmqk.training.module import TrainingModule
-from tests.tiny import data_of
-from tests.training.runs import WHOLE, checkpoint, same, series, status, weights
+from tests.training.runs import WHOLE, series, status
 
 WILD = ["--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0"]
 
@@ -43,38 +37,6 @@ def test_a_folder_of_another_run_or_in_use_is_refused_and_left_alone(whole, tiny
         assert cli_main(main)([*tiny_args, *WHOLE, f"--out={whole}"]) == 2
     assert "a process is already training" in capsys.readouterr().err
     assert sorted((p, p.stat().st_mtime_ns) for p in whole.rglob("*") if p.name != "run.lock") == before
-
-
-def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> int:
-    """Start a run in a separate process and send ``signum`` once a checkpoint of ``after_step`` exists."""
-    process = subprocess.Popen([sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE)
-    for _ in range(36_000):  # half an hour at most
-        if checkpoint(out, after_step).exists() or process.poll() is not None:
-            break
-        time.sleep(0.05)
-    process.send_signal(signum)
-    process.communicate()
-    return process.returncode
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signum", "code", "word"), [(signal.SIGKILL, -9, "running"), (signal.SIGTERM, 143, "interrupted")]
-)
-def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path, signum, code, word):
-    """The run has two loader workers and dropout; it is stopped by a signal and resumed by the same command."""
-    args = [*tiny_args, "--model.residual_dropout=0.1", "--data.workers=2", "--trainer.max_steps=100",
-            "--data.val_every_n_steps=14", "--checkpoint.every_n_steps=7"]  # fmt: skip
-    assert run_and_signal(args, tmp_path / "stopped", signum, after_step=21) == code
-    assert status(tmp_path / "stopped")["status"] == word
-    assert not checkpoint(tmp_path / "stopped", 100).exists()
-    before = weights(tmp_path / "stopped")
-    assert main([*args, f"--out={tmp_path / 'stopped'}"]) == 0
-    assert main([*args, f"--out={tmp_path / 'straight'}"]) == 0
-    assert same(weights(tmp_path / "stopped"), weights(tmp_path / "straight"))
-    assert series(tmp_path / "stopped") == series(tmp_path / "straight")
-    # The control: other weights are detected.
-    assert not same(before, weights(tmp_path / "straight"))
 
 
 @pytest.mark.parametrize("step", [7, 11])  # each is followed by a checkpoint; step 11 is the last of the run
@@ -127,48 +89,6 @@ def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny
     assert len(losses("on")) == 80 and losses("on").items() > losses("stopped").items()
     assert min(a.step for a in read_alarms(tmp_path / "on") if a.name == "divergence") == 75
     assert main([*args, *WILD, "--alarm.stop_diverged=false", f"--out={tmp_path / 'broken'}"]) == 3
-
-
-# Without the image loss, and until an error -----------------------------------------------------------------
-
-
-OFF = "--loss.weights.image=0"
-
-
-# Image loss off --------------------------------------------------------------------------------------------
-
-
-def first_step(args: list[str]) -> tuple[training.TrainingModule, LossSums, torch.Tensor]:
-    """Return the module of a run at its start, the loss sums of its first batch, and the number of targets of its
-    first step."""
-    run, data = resolve(args), data_of(args)
-    module = training.TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
-    batch = data.builder.batch([data.order.row(index) for index in range(run.data.batch_size)])
-    return module, module.losses(batch), batch.step_targets
-
-
-def gradients(module: training.TrainingModule, loss: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(loss, list(module.model.parameters()), retain_graph=True))
-
-
-def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(tiny_args):
-    """Without the image loss, the gradient is that of the text targets in the mixed run: the tokens and the number of
-    targets, by which the loss is divided, do not change."""
-    module, sums, targets = first_step(tiny_args)
-    text, image = (gradients(module, sums.ce[m] / targets) for m in (0, 1))
-    whole = gradients(module, total_loss(sums, module.loss_weights_M, module.loss_config.z_loss, targets))
-    other, other_sums, other_targets = first_step([*tiny_args, OFF])
-    assert other_targets == targets == sums.count.sum() and torch.equal(other_sums.count, sums.count)
-    loss = total_loss(other_sums, other.loss_weights_M, other.loss_config.z_loss, other_targets)
-    off = gradients(other, loss)
-    for a, b in zip(off, text, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
-    # The controls: the mixed gradient differs, and it is the sum of the gradients of both modalities.
-    assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(off, whole, strict=True))
-    for a, b, c in zip(whole, text, image, strict=True):
-        torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-7)
-    # Dividing by the number of text targets alone would give a different gradient.
-    assert any(float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True))
 
 
 # Ends ------------------------------------------------------------------------------------------------------

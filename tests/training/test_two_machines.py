@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from mmqk.store import is_locked, read_status
+from tests.training.gates import wait_for
 from tests.training.ranks import free_port
 
 pytestmark = pytest.mark.slow
@@ -41,9 +41,7 @@ def start(args: list[str], log: Path, strategy: str) -> list[subprocess.Popen]:
 def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on(tiny_args, tmp_path, strategy):
     args, out = [*tiny_args, *STEP, *LONG, f"--out={tmp_path / 'run'}"], tmp_path / "run"
     agents = start(args, tmp_path / "log", strategy)
-    until = time.monotonic() + 120
-    while not list(out.glob("checkpoints/*.ckpt")) and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for(lambda: list(out.glob("checkpoints/*.ckpt")), 1800)
     children = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     codes = [agent.wait(120) for agent in agents]
