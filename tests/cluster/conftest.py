@@ -112,7 +112,7 @@ def slurm():
     os.environ["SLURM_CONF"] = str(conf)
     for program in ("slurmctld", "slurmd"):
         subprocess.run([program], check=True)
-    wait_for(lambda: "idle" in subprocess.run(["sinfo", "-h"], capture_output=True, text=True).stdout, 60)
+    wait_for(lambda: "idle" in subprocess.run(["sinfo", "-h"], capture_output=True, text=True).stdout)
     yield
     subprocess.run(["scancel", "--user=root"], check=False)
     for pid in ("slurmd.pid", "slurmctld.pid", "munge.pid"):

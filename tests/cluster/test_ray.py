@@ -19,7 +19,7 @@ def test_a_grid_equals_the_local_one_although_a_node_dies(local, monkeypatch):
     dying = cluster.add_node(num_cpus=1)
     try:
         process = ablate("--out", "runs/ray", "--executor", "ray", "--jobs", "2", RAY_ADDRESS=cluster.address)
-        wait_for(lambda: trains("runs/ray"), 240)
+        wait_for(lambda: trains("runs/ray"))
         cluster.remove_node(dying, allow_graceful=False)
         assert process.wait() == 0, process.stdout.read()
     finally:

@@ -32,7 +32,7 @@ def test_a_grid_equals_the_local_one(slurm, local):
 @pytest.mark.parametrize("event", ["preempted", "dead node"])
 def test_a_run_goes_on_after(event, slurm, local):
     process = ablate("--out", "runs/slurm", *SLURM, "--only", "plain")
-    wait_for(lambda: trains("runs/slurm"), 240)
+    wait_for(lambda: trains("runs/slurm"))
     if event == "preempted":
         subprocess.run(["srun", "--partition=high", "--ntasks=2", "sleep", "1"], check=True)
     else:
@@ -45,9 +45,9 @@ def test_a_run_goes_on_after(event, slurm, local):
 
 def test_an_interrupted_grid_leaves_no_job_and_goes_on(slurm, local):
     process = ablate("--out", "runs/slurm", *SLURM, "--only", "plain")
-    wait_for(lambda: trains("runs/slurm"), 240)
+    wait_for(lambda: trains("runs/slurm"))
     process.send_signal(2)
     assert process.wait() == 130
-    wait_for(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout.strip(), 60)
+    wait_for(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout.strip())
     assert ablate("--out", "runs/slurm", *SLURM, "--only", "plain").wait() == 0
     assert metrics("runs/slurm") == {name: lines for name, lines in local.items() if name.startswith("plain")}

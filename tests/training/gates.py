@@ -13,12 +13,12 @@ from typing import Any
 
 from mmqk.lab.runner.executors import PRELOAD, start_server
 
-SECONDS = 120.0
+SECONDS = 1800.0  # only a process that hangs takes longer, also on a busy machine
 
 
-def wait_for(there: Callable[[], Any], seconds: float = SECONDS) -> Any:
-    """Return the first true value of ``there()``; fail the test after some seconds."""
-    until = time.monotonic() + seconds
+def wait_for(there: Callable[[], Any]) -> Any:
+    """Return the first true value of ``there()``; fail the test after `SECONDS` seconds."""
+    until = time.monotonic() + SECONDS
     while not (found := there()):
         assert time.monotonic() < until, "timed out"
         time.sleep(0.02)

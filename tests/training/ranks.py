@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from mmqk.lab.runner.executors import PRELOAD, start_server
+from tests.training.gates import SECONDS
 
 RANKS = 2
-SECONDS = 180.0
 
 
 def start(

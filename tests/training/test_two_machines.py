@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.store import is_locked, read_status
-from tests.training.gates import wait_for
+from tests.training.gates import SECONDS, wait_for
 from tests.training.ranks import free_port
 
 pytestmark = pytest.mark.slow
@@ -41,16 +41,16 @@ def start(args: list[str], log: Path, strategy: str) -> list[subprocess.Popen]:
 def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on(tiny_args, tmp_path, strategy):
     args, out = [*tiny_args, *STEP, *LONG, f"--out={tmp_path / 'run'}"], tmp_path / "run"
     agents = start(args, tmp_path / "log", strategy)
-    wait_for(lambda: list(out.glob("checkpoints/*.ckpt")), 1800)
+    wait_for(lambda: list(out.glob("checkpoints/*.ckpt")))
     children = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    codes = [agent.wait(120) for agent in agents]
+    codes = [agent.wait(SECONDS) for agent in agents]
     assert 0 not in codes and not is_locked(out)
     (said,) = re.findall("^mmqk.*another process.*$", (tmp_path / "log0").read_text(), re.MULTILINE)
     assert "same command" in said
     step = max(int(re.findall(r"\d+", path.name)[0]) for path in out.glob("checkpoints/*.ckpt"))
     assert read_status(out).status == "failed"
     again = start(args, tmp_path / "again", strategy)
-    assert [agent.wait(300) for agent in again] == [0, 0], (tmp_path / "again0").read_text()
+    assert [agent.wait(SECONDS) for agent in again] == [0, 0], (tmp_path / "again0").read_text()
     assert f"resuming from step {step}" in (tmp_path / "again0").read_text()
     assert read_status(out).status == "completed" and read_status(out).step == 300
