@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from mmqk.model.ranges import default_of, shortened
+from mmqk.model.ranges import default_of, entries, shortened
 from mmqk.store import UserError, read_utf8
 
 T = TypeVar("T")
@@ -68,18 +68,17 @@ class Fields:
         """
         for key, value in given.items():
             name = f"{prefix}{key}"
-            field = next((known for known in self.known if _is_or_in(name, known)), "")
-            entry = name[len(field) + 1 :]
-            if not field and not any(known.startswith(f"{name}.") for known in self.known):
-                raise UserError(self.unknown(name))
-            if not field and not isinstance(value, Mapping):
-                inside = next(known for known in self.known if known.startswith(f"{name}."))
-                said = "empty" if value is None else shortened(value)
-                raise UserError(f"{name} is {said}, but it is a group of fields: set one of them, such as {inside}.")
-            if not field:
+            inside = [known for known in self.known if known.startswith(f"{name}.")]
+            if inside and isinstance(value, Mapping):
                 self.add(value, file, f"{name}.")
                 continue
-            if entry:
+            if inside:
+                said = "empty" if value is None else shortened(value)
+                raise UserError(f"{name} is {said}, but it is a group of fields: set one of them, such as {inside[0]}.")
+            field = next((known for known in self.known if _is_or_in(name, known)), None)
+            if field is None:
+                raise UserError(self.unknown(name))
+            if entry := name[len(field) + 1 :]:
                 whole = self.values.get(field, self.known[field].default)
                 if not isinstance(whole, Mapping):
                     raise UserError(self.unknown(name))
@@ -212,7 +211,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 def _fit(name: str, value: Any, hint: Any) -> Any:
     """Return a number as text for a field of text, and refuse true and false for a field of numbers, where pydantic
     would read them as 1 and 0."""
-    each = {name: value, **{f"{name}{suffix}": entry for suffix, entry in _entries(value).values()}}
+    each = {name: value, **{f"{name}{suffix}": entry for suffix, entry in entries(value).values()}}
     wrong = [entry for entry, inner in each.items() if isinstance(inner, bool)]
     if wrong and not {bool, Any} & _inside(hint):
         raise ValueError(f"{wrong[0]} is {shortened(each[wrong[0]])}: true and false are of the wrong type.")
@@ -222,13 +221,6 @@ def _fit(name: str, value: Any, hint: Any) -> Any:
 def _inside(hint: Any) -> set[Any]:
     """Return a type and the types inside it."""
     return {hint}.union(*(_inside(part) for part in get_args(hint) if get_origin(hint) is not Literal))
-
-
-def _entries(value: Any) -> dict[Any, tuple[str, Any]]:
-    """Return the entries of a mapping or list by key: what a message adds to the name of the whole, and the entry."""
-    if isinstance(value, Mapping):
-        return {key: (f".{key}", entry) for key, entry in value.items()}
-    return {i: (f"[{i}]", entry) for i, entry in enumerate(value)} if isinstance(value, list) else {}
 
 
 def _sentence(error: ValidationError, known: Mapping[str, Leaf], values: Mapping[str, Any]) -> str:
@@ -242,8 +234,8 @@ def _sentence(error: ValidationError, known: Mapping[str, Leaf], values: Mapping
     if errors[0]["type"] == "missing":
         return f"{name} is missing."
     depth, value = name.count(".") + 1, values.get(name)
-    while depth < len(place) and place[depth] in (entries := _entries(value)):
-        suffix, value = entries[place[depth]]
+    while depth < len(place) and place[depth] in (inside := entries(value)):
+        suffix, value = inside[place[depth]]
         name, depth = name + suffix, depth + 1
     # A field of several types has one error for each of them.
     wrong = [each["msg"] for each in errors if each["loc"][:depth] == place[:depth]]

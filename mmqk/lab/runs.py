@@ -21,7 +21,7 @@ from mmqk import store
 from mmqk.store import Alarm, DamagedFile, Status, Tag, UserError
 from mmqk.store.alarms import ALARMS_NAME
 from mmqk.store.folder import ABLATION_NAME, RUN_NAME, read_ablation
-from mmqk.store.metrics import METRICS_NAME, NOT_FINITE, parse_lines
+from mmqk.store.metrics import METRICS_NAME, parse_lines, with_floats
 
 Series = tuple[NDArray[Any], NDArray[np.float64]]
 
@@ -42,24 +42,19 @@ class Columns:
         truncated: whether a line could not be read.
     """
 
-    def __init__(self, records: Sequence[Mapping[str, Any]], truncated: bool = False):
+    def __init__(self, records: Sequence[dict[str, Any]], truncated: bool = False):
         found: dict[str, dict[int, float]] = {}
-        for record in records:
+        for record in map(with_floats, records):
+            step = record.pop("step")
             for tag, value in record.items():
-                if tag != "step" and (number := _number(value)) is not None:
-                    found.setdefault(tag, {})[record["step"]] = number
+                if isinstance(value, int | float):
+                    found.setdefault(tag, {})[step] = float(value)
         self.series: dict[str, Series] = {}
         for tag, by_step in found.items():
             steps = sorted(by_step)
             self.series[tag] = np.array(steps, dtype=np.int64), np.array([by_step[step] for step in steps])
         self.last_step = max((int(steps[-1]) for steps, _ in self.series.values()), default=0)
         self.truncated = truncated
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, str):
-        return NOT_FINITE.get(value)
-    return float(value) if isinstance(value, int | float) else None
 
 
 # `mmqk.monitors.attach` writes metrics.jsonl and status.json alone; a run of mmqk.train has more of these.

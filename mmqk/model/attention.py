@@ -138,9 +138,8 @@ def output_init_scale(config: ModelConfig, layer: int) -> float:
     `config.deep_norm` sets."""
     if config.deep_norm:
         return value_init_scale(config)
-    return {"plain": 1.0, "total": (2 * config.n_layers) ** -0.5, "depth": (2 * (layer + 1)) ** -0.5}[
-        config.output_init
-    ]
+    scales = {"plain": 1.0, "total": (2 * config.n_layers) ** -0.5, "depth": (2 * (layer + 1)) ** -0.5}
+    return scales[config.output_init]
 
 
 def rope_tables(

@@ -112,15 +112,18 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
         is_nan = isinstance(declared.default, float) and math.isnan(declared.default) and value is declared.default
         if wanted is None or value is None or is_nan or (choices and isinstance(value, str)):
             continue
-        values = {name: value}
-        if isinstance(value, Mapping):
-            values = {f"{name}.{key}": each for key, each in value.items()}
-        elif isinstance(value, list | tuple):
-            values = {f"{name}[{i}]": each for i, each in enumerate(value)}
-        for name, each in values.items():
+        whole = not isinstance(value, Mapping | list | tuple)
+        for suffix, each in [("", value)] if whole else entries(value).values():
             if each not in wanted:
                 null = ", or null" if declared.default is None else ""
-                raise ValueError(f"{name} is {shortened(each)}: it must be {wanted}{null}.")
+                raise ValueError(f"{name}{suffix} is {shortened(each)}: it must be {wanted}{null}.")
+
+
+def entries(value: Any) -> dict[Any, tuple[str, Any]]:
+    """Return the entries of a mapping or list by key: what a message adds to the name of the whole, and the entry."""
+    if isinstance(value, Mapping):
+        return {key: (f".{key}", entry) for key, entry in value.items()}
+    return {i: (f"[{i}]", entry) for i, entry in enumerate(value)} if isinstance(value, list | tuple) else {}
 
 
 def refuse(mistakes: Mapping[str, object]) -> None:

@@ -20,6 +20,7 @@ from .config import ModelConfig
 from .linear import ByModality, init_weights, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
 from .patch import named_function
+from .ranges import default_of
 
 # A function that a forward pass calls as `observer(site, layer, tensor)`, with the tensor itself, not a copy:
 #
@@ -335,15 +336,8 @@ class EarlyFusionTransformer(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the fields of the configuration that differ from their defaults."""
-        changed = [
-            f"{f.name}={getattr(self.config, f.name)}"
-            for f in fields(self.config)
-            if getattr(self.config, f.name) != getattr(_DEFAULT, f.name)
-        ]
-        return ", ".join(changed)
-
-
-_DEFAULT = ModelConfig()
+        values = [(f, getattr(self.config, f.name)) for f in fields(self.config)]
+        return ", ".join(f"{f.name}={value}" for f, value in values if value != default_of(f))
 
 
 def _at_layer(observer: Observer, layer: int, site: str, tensor: Tensor) -> None:

@@ -298,24 +298,23 @@ def _read_part(
 
     A file whose state in ``kept`` has not changed is not compared again. ``states`` receives the new states.
     """
-    paths = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")]
+    paths, changed = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")], False
     try:
         ids, lengths = map(load_array, paths)
-        digests = {}
         for path, sha256 in zip(paths, part.sha256, strict=True):
             about = path.stat()
             states[str(path)] = state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
-            if kept.get(str(path)) != state:
-                digests[path] = sha256_file(path)
+            if kept.get(str(path)) == state:
+                continue
+            changed, digest = True, sha256_file(path)
+            if digest != sha256:
+                raise UserError(
+                    f"{path} differs from {TOKENS} (sha256 {digest[:10]}, expected {sha256[:10]}): copy it again, or"
+                    " make the folder again."
+                )
     except (OSError, ValueError) as error:
         raise UserError(f"Part {stem} of a token folder cannot be read ({error}): make it again.") from None
-    for path, sha256 in zip(paths, part.sha256, strict=True):
-        if digests.get(path, sha256) != sha256:
-            raise UserError(
-                f"{path} differs from {TOKENS} (sha256 {digests[path][:10]}, expected {sha256[:10]}): copy it again,"
-                " or make the folder again."
-            )
-    if paths[0] in digests and len(ids) and (largest := int(ids.max())) >= layout.size:
+    if changed and len(ids) and (largest := int(ids.max())) >= layout.size:
         raise UserError(
             f"{paths[0]} has the id {largest}, but the ids of {TOKENS} are 0 to {layout.size - 1}: make the folder"
             " again."
