@@ -23,7 +23,7 @@ from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, Executor, Pool
 from mmqk.lab.runner.session import Session, check_out, outcome_table, take_runs, time_left
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
-from mmqk.store.errors import slice_of
+from mmqk.store.errors import named_value, slice_of
 from mmqk.store.folder import read_ablation
 from mmqk.store.formatting import plural
 
@@ -179,7 +179,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     text = "where runs train: local, slurm (mmqk[slurm]) or ray (mmqk[ray]); docs/cluster.md"
     add("--executor", choices=("local", "slurm", "ray"), default="local", help=text)
     text = "an option of the job of a run, by the name in sbatch or in Ray: partition=gpu, time=60, num_gpus=1"
-    add("--job", type=_setting, action="append", default=[], metavar="OPTION=VALUE", help=text)
+    add("--job", type=named_value, action="append", default=[], metavar="OPTION=VALUE", help=text)
     text = f"runs at a time (default: one per GPU, or 2 without a GPU; {CLUSTER_JOBS} on a cluster)"
     add("--jobs", type=_count, metavar="N", help=text)
     add("--dry-run", action="store_true", help="list the runs and how long they will take; train nothing")
@@ -190,7 +190,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--only", type=_names, default=[], metavar="ARM,ARM", help="train only these arms of the grid")
     add("--quick", action="store_true", help="train the arms that the grid lists under `quick`")
     text = "add an arm that sets this field, with the name given by --only; repeat the flag for several fields"
-    add("--set", dest="settings", type=_setting, action="append", default=[], metavar="FIELD=VALUE", help=text)
+    add("--set", dest="settings", type=named_value, action="append", default=[], metavar="FIELD=VALUE", help=text)
     options = parser.parse_args(with_configs(sys.argv[1:] if argv is None else argv, GRIDS))
     options.job = dict(options.job)
     if options.job and options.executor == "local":
@@ -206,14 +206,6 @@ def _count(text: str) -> int:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _setting(text: str) -> tuple[str, str]:
-    """Split FIELD=VALUE into the name of the field and its value, as text that the parser of mmqk train reads."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE, as in model.qk_norm.kind=rms")
-    return name, value
 
 
 def _minutes(text: str) -> float:

@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 
 from mmqk.store import OneSentenceParser, UserError, write_atomic
+from mmqk.store.errors import named_value
 from mmqk.store.files import as_json
 
 DESCRIPTION = """\
@@ -41,7 +42,8 @@ def parser() -> OneSentenceParser:
     made = OneSentenceParser(prog="mmqk diagnose", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     add = made.add_argument
     add("files", nargs="*", type=Path, metavar="FILE", help="a log or the folder of a run; two: failing, healthy")
-    add("--map", action="append", default=[], metavar="TAG=COLUMN", help="the column of a tag, loss=train/ce")
+    text = "the column of a tag, loss=train/ce"
+    add("--map", type=named_value, action="append", default=[], metavar="TAG=COLUMN", help=text)
     text = "the column of the optimizer step; with --experiments, the step of the event"
     add("--step", metavar="COLUMN", help=text)
     add("--model", nargs="+", default=[], type=Path, metavar="PATH", help="a checkpoint, and later ones of its run")
@@ -51,7 +53,7 @@ def parser() -> OneSentenceParser:
     add("--limit", type=float, default=1000.0, metavar="LOGIT", help=text)
     add("--experiments", action="store_true", help="train forks of a run of mmqk from before its failure")
     text = "with --experiments: a field that all forks set, such as data.patch, which a fork must name again"
-    add("--set", dest="fields", action="append", default=[], metavar="FIELD=VALUE", help=text)
+    add("--set", dest="fields", type=named_value, action="append", default=[], metavar="FIELD=VALUE", help=text)
     text = "folder for the page and diagnosis.json (default: reports/diagnosis)"
     add("--out", type=Path, default=Path("reports/diagnosis"), metavar="FOLDER", help=text)
     add("--json", action="store_true", help="print the content of diagnosis.json instead of the text")

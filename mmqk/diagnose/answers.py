@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from mmqk.bench.evidence import evidence
 from mmqk.diagnose.findings import diagnose
 from mmqk.diagnose.logs import Log, read_log
-from mmqk.diagnose.names import mapping_of
 from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
 from mmqk.lab.formatting import number, render, short
 from mmqk.lab.page.arms import PALETTE
@@ -87,14 +86,14 @@ def _cells(rows: list[Record]) -> list[list[str]]:
 
 def of_log(options: argparse.Namespace) -> Answer:
     """Diagnose one log."""
-    log = read_log(options.files[0], mapping_of(options.map), options.step)
+    log = read_log(options.files[0], dict(options.map), options.step)
     found = diagnose(log)
     return Answer(title_of(found), sections(found), found, found["found"], figure(log, found))
 
 
 def of_pair(options: argparse.Namespace) -> Answer:
     """Say where the first run parts from the second."""
-    run, reference = (read_log(file, mapping_of(options.map), options.step) for file in options.files)
+    run, reference = (read_log(file, dict(options.map), options.step) for file in options.files)
     partings, losses, last = part(run, reference), apart(run, reference), at_the_end(run, reference)
     fields = [(f, run.config.get(f), reference.config.get(f)) for f in differing_fields(run.config, reference.config)]
     tables = {
@@ -135,10 +134,7 @@ def of_experiments(options: argparse.Namespace) -> Answer:
         raise UserError("--experiments needs the folder of one run of mmqk: mmqk diagnose runs/mine --experiments")
     if options.step and not options.step.isdecimal():
         raise UserError(f"--step is {options.step}: with --experiments, give the step of the event")
-    if bad := [text for text in options.fields if "=" not in text]:
-        raise UserError(f"--set {bad[0]} is not of the form FIELD=VALUE")
-    fields = dict(text.split("=", 1) for text in options.fields)
-    done = run(options.files[0], int(options.step) if options.step else None, fields)
+    done = run(options.files[0], int(options.step) if options.step else None, dict(options.fields))
     notes = [
         f"Event: {done.event.sentence}; series: {done.event.tag}.",
         f"Forks of {done.run} from step {done.start} to {done.end}, in {done.out}.",

@@ -8,7 +8,7 @@ whole. A name with a word that no row has is another series and stays unused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -115,15 +115,3 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if re.fullmatch(r"(use_)?qk_(layer_?)?norm", last) and isinstance(value, bool):
             named["model.qk_norm.kind"] = ("layer" if "layer" in last else "rms") if value else "none"
     return named
-
-
-def mapping_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return the tags and columns of --map.
-
-    Raises:
-        UserError: a value is not of the form TAG=COLUMN.
-    """
-    pairs = [text.partition("=") for text in texts]
-    if bad := [text for text, (tag, equals, column) in zip(texts, pairs, strict=True) if not (tag and column)]:
-        raise UserError(f"--map {bad[0]} is not of the form TAG=COLUMN: give --map loss=train/ce")
-    return {tag: column for tag, _, column in pairs}

@@ -46,6 +46,14 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{message}: see {self.prog} --help")
 
 
+def named_value(text: str) -> tuple[str, str]:
+    """Return the name and the value of an argument ``NAME=VALUE``, as texts."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in model.qk_norm.kind=rms or loss=train/ce")
+    return name, value
+
+
 def slice_of(text: str) -> tuple[int, int]:
     """Return (K, N) of the argument ``--slice K/N``."""
     match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
