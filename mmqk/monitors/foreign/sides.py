@@ -136,19 +136,12 @@ def joined(of_q: Side, of_k: Side) -> Side:
     if len(modality_BT) != len(modality_BS):
         raise NotMeasured(f"it has {len(modality_BT)} query sequences but {len(modality_BS)} key sequences")
     outside_BS = (modality_BS < 0) | (modality_BS >= len(of_k.names))
-    return Side(
-        f"{of_q.name} to {of_k.name}",
-        of_q.names + of_k.names,
-        None,
-        modality_BT=torch.cat(
-            [
-                modality_BT.masked_fill(modality_BT >= len(of_q.names), -1),
-                (modality_BS + len(of_q.names)).masked_fill(outside_BS, -1),
-            ],
-            1,
-        ),
-        padding_BT=torch.cat([valid_BT, valid_BS], 1),
-    )
+    of_queries_BT = modality_BT.masked_fill(modality_BT >= len(of_q.names), -1)
+    of_keys_BS = (modality_BS + len(of_q.names)).masked_fill(outside_BS, -1)
+    both = Side(f"{of_q.name} to {of_k.name}", of_q.names + of_k.names, None)
+    both.modality_BT = torch.cat([of_queries_BT, of_keys_BS], 1)
+    both.padding_BT = torch.cat([valid_BT, valid_BS], 1)
+    return both
 
 
 def padded_call(call: Call) -> Call:

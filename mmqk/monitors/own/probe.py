@@ -34,17 +34,12 @@ Reach = tuple[int, bool]  # the result of `ModelConfig.reach_of` for a layer
 
 def pairs_by_reach(config: ModelConfig, batch: TokenBatch) -> dict[Reach, Pairs]:
     """Return the visible pairs of query and key, for each distinct `ModelConfig.reach_of` of the model's layers."""
-    return {
-        reach: Pairs(
-            batch.modality_BT,
-            visible_pairs(
-                batch.valid_BT, documents_of(config, reach[1], batch.modality_BT, batch.document_BT), reach[0]
-            ),
-            len(config.modalities),
-            config.n_heads,
-        )
-        for reach in {config.reach_of(layer) for layer in range(config.n_layers)}
-    }
+    pairs = {}
+    for window, apart in {config.reach_of(layer) for layer in range(config.n_layers)}:
+        document_BT = documents_of(config, apart, batch.modality_BT, batch.document_BT)
+        visible_BTS = visible_pairs(batch.valid_BT, document_BT, window)
+        pairs[window, apart] = Pairs(batch.modality_BT, visible_BTS, len(config.modalities), config.n_heads)
+    return pairs
 
 
 def probe(
