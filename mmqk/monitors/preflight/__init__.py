@@ -23,14 +23,8 @@ CHECKS: dict[str, Callable[[Context], Finding]] = {
     "leaks: other sequences": attention.sequences,
     "leaks: documents": attention.documents,
     "leaks: id of padding": attention.padding_ids,
-    "leaks: padding on the right": partial(
-        attention.more_padding, sides=(0, 3), advice="pass attention_mask to every attention layer"
-    ),
-    "leaks: padding on the left": partial(
-        attention.more_padding,
-        sides=(3, 0),
-        advice="pad on the right, or pass position_ids that leave out padding, and attention_mask to every layer",
-    ),
+    "leaks: padding on the right": partial(attention.more_padding, sides=(0, 3)),
+    "leaks: padding on the left": partial(attention.more_padding, sides=(3, 0)),
     "leaks: finite mask": attention.finite_masks,
     "attention: QK-Norm": attention.qk_norm,
     "attention: scale": attention.scale,

@@ -95,7 +95,7 @@ def padding_ids(context: Context) -> Finding:
     return _leak(context, worst, "outputs", "if padding has another id", advice)
 
 
-def more_padding(context: Context, sides: tuple[int, int], advice: str) -> Finding:
+def more_padding(context: Context, sides: tuple[int, int]) -> Finding:
     """More padding must change nothing; ``sides`` is the number of tokens on the left and on the right."""
     if context.document_BT is not None:
         raise NotChecked("the batch is packed")
@@ -119,6 +119,9 @@ def more_padding(context: Context, sides: tuple[int, int], advice: str) -> Findi
 
     after = context.output(context.changed(padded, **more))
     change = (after[:, sides[0] : sides[0] + shape[1]] - context.base_BTV)[context.valid_BT]
+    advice = "pass attention_mask to every attention layer"
+    if sides[0]:
+        advice = "pad on the right, or pass position_ids that leave out padding, and attention_mask to every layer"
     return _leak(context, context.largest(change), "outputs", f"with {sum(sides)} more tokens of padding", advice)
 
 
