@@ -117,12 +117,11 @@ class Departure:
 
 def compared(metrics: pd.DataFrame) -> list[str]:
     """Return the series that are compared."""
-    tags = [(str(tag), parse_tag(str(tag))) for tag in metrics]
-    return [
-        t
-        for t, p in tags
-        if p.statistic in COMPARED and p.head is None and not (p.statistic == "grad_norm" and p.modality)
-    ]
+    tags = {str(tag): parse_tag(str(tag)) for tag in metrics}
+    parts = [
+        tag for tag, of in tags.items() if of.statistic == "grad_norm" and of.modality
+    ]  # of a parameter or a layer
+    return [tag for tag, of in tags.items() if of.statistic in COMPARED and of.head is None and tag not in parts]
 
 
 def scores(series: pd.Series) -> tuple[pd.Series, pd.Series, pd.Series]:
