@@ -118,9 +118,7 @@ class Departure:
 def compared(metrics: pd.DataFrame) -> list[str]:
     """Return the series that are compared."""
     tags = {str(tag): parse_tag(str(tag)) for tag in metrics}
-    parts = [
-        tag for tag, of in tags.items() if of.statistic == "grad_norm" and of.modality
-    ]  # of a parameter
+    parts = [tag for tag, of in tags.items() if of.statistic == "grad_norm" and of.modality]  # of a parameter
     return [tag for tag, of in tags.items() if of.statistic in COMPARED and of.head is None and tag not in parts]
 
 
