@@ -78,19 +78,7 @@ PEERS: list[Model] = [
             "linear instead of llama3": change(rope_scaling=RopeScalingConfig("linear", 4.0)),
         },
     ),
-    peer(
-        "LlamaForCausalLM",
-        rope_parameters=LINEAR,
-        controls={"no rope scaling": change(rope_scaling=RopeScalingConfig())},
-    ),
     peer("Qwen3ForCausalLM", ("qk_norm_rms",), {**AFTER_ROPE, **EPS, **POST, **QK_EPS}, head_dim=32),
-    peer(
-        "Qwen3ForCausalLM",
-        use_sliding_window=True,
-        sliding_window=7,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        controls={"no window": change(window=0), "window by one": change(window=8)},
-    ),
     peer(
         "Olmo2ForCausalLM",
         ("qk_norm_full", "post_norm"),
