@@ -9,7 +9,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 
 # A tenth of the tests, from every folder.
 CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/test_norms.py model/test_backends.py \
-	training/test_optim.py monitors/test_output.py monitors/test_growth.py \
+	training/test_optim.py monitors/test_attention_parts.py monitors/test_precision.py \
 	monitors/test_mechanism.py store/test_store_metrics.py \
 	store/test_store_alarms.py data/shards/test_tars.py data/shards/test_images.py data/test_packing.py data/test_coupling.py \
 	data/tokenizers/test_text.py \

@@ -44,19 +44,7 @@ def tiny_args(tiny_data: Path) -> list[str]:
     return tiny.tiny_args(tiny_data)
 
 
-def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mmqk.lab.page.drawing.Drawing.png", lambda drawing: b"")
-
-
 @pytest.fixture
 def without_figures(monkeypatch):
     """Leave the PNGs of figures empty, because they take most of the time."""
-    leave_figures_out(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def module_without_figures():
-    """Apply `without_figures` to a whole test module, including its fixtures."""
-    with pytest.MonkeyPatch.context() as patch:
-        leave_figures_out(patch)
-        yield
+    monkeypatch.setattr("mmqk.lab.page.drawing.Drawing.png", lambda drawing: b"")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.wheel import WATCH
+
 ROOT = Path(__file__).parents[1]
 
 # An import finder that runs before all others; a forbidden import ends the process, even inside a try block.
@@ -86,6 +88,7 @@ seen = torch.ones_like(ids, dtype=torch.bool)
 flat = probe(model, TokenBatch(ids, (ids >= 6).long(), seen, seen, torch.tensor(38.0))).flat()
 assert "attn_logit_absmax/text-image/layer00" in flat, sorted(flat)
 """
+ELSEWHERE = "import os, tempfile; os.chdir(tempfile.mkdtemp())\n"
 # Write a run and its report.
 REPORT = f"""
 import sys, tempfile
@@ -127,7 +130,7 @@ RULES = {
     "store": Rule(("mmqk.store",), mmqk=("mmqk.store",), never=("torch", "numpy"), absent=LAB),
     "model": Rule(("mmqk.model",), mmqk=("mmqk.model",), absent=LAB),
     "monitors": Rule(
-        ("mmqk.monitors",), absent=LAB, then=PROBE,
+        ("mmqk.monitors",), absent=LAB, then=PROBE + ELSEWHERE + WATCH,
         mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.distributed", "mmqk.store"),
         leave_out=("mmqk.monitors.own.callback", "mmqk.monitors.lightning", "mmqk.monitors.transformers"),
     ),

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import io
 
-import pytest
-
 from mmqk.progress import Progress
 
 
-@pytest.fixture
-def now(monkeypatch):
-    """Replace the monotonic clock by the first element of the returned list, in seconds."""
-    seconds = [100.0]
-    monkeypatch.setattr("mmqk.progress.time.monotonic", lambda: seconds[0])
-    return seconds
-
-
-def test_a_log_gets_a_line_every_ten_seconds(now):
+def test_a_log_gets_a_line_every_ten_seconds(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("mmqk.progress.time.monotonic", lambda: now[0])
     out = io.StringIO()
     progress = Progress(out)
     progress.begin(20)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,22 +26,15 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.fixture(scope="module")
-def run(tiny_args, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("security") / "run"
-    assert main([*tiny_args, f"--out={out}"]) == 0
-    return out
-
-
 def one_sentence(capsys) -> str:
     printed = capsys.readouterr().err
     assert "Traceback" not in printed
     return printed
 
 
-def test_a_checkpoint_with_a_payload_is_refused(run, tiny_args, tmp_path, capsys):
+def test_a_checkpoint_with_a_payload_is_refused(tiny_args, tmp_path, capsys):
     out, executed = tmp_path / "run", tmp_path / "executed"
-    shutil.copytree(run, out)
+    assert main([*tiny_args, f"--out={out}"]) == 0
     for checkpoint in (out / "checkpoints").glob("*.ckpt"):
         content = torch.load(checkpoint, weights_only=True)
         save_checkpoint(content | {"payload": Payload(executed)}, checkpoint)  # with a correct digest

@@ -64,12 +64,9 @@ while names:
 print(*sorted(linked))
 """
 WATCH = """
-import importlib.util
 import torch
 from torch import nn
 from mmqk.monitors import attach
-
-assert importlib.util.find_spec("lightning") is importlib.util.find_spec("yaml") is None
 
 class Model(nn.Module):
     def __init__(self):
@@ -114,7 +111,8 @@ def use_light(full: dict[str, str], path: Path, wheel: Path, folder: Path) -> in
     run(["python", "-m", "pip", "--quiet", "install", "--no-deps", wheel], check=True)
     packages = run(["python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True)
     run(["python", "-c", LINK, packages.stdout.strip()], check=True, env=full)
-    run(["python", "-c", WATCH], check=True)
+    without = "from importlib.util import find_spec; assert find_spec('lightning') is find_spec('yaml') is None"
+    run(["python", "-c", f"{without}\n{WATCH}"], check=True)
     for line, code in LIGHT.items():
         print(f"without extras $ {line}", flush=True)
         done = run(line.split(), capture_output=True)

@@ -11,7 +11,6 @@ import torch
 
 from mmqk.data import mixture
 from mmqk.data.config import DataConfig, data_identity
-from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
 from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
 from mmqk.data.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
@@ -22,12 +21,7 @@ from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.encode import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, layout_of
 from mmqk.store import UserError, identity_hash
-
-
-def open_tiny(tiny_data, split):
-    tokenizers, cache = tiny_data / "tokenizers", tiny_data / "cache"
-    folders = {"pair": tiny_data / "pairs", "text": tiny_data / "text"}
-    return {k: open_source(k, folder, tokenizers, cache)[split] for k, folder in folders.items()}
+from tests.data.test_pairing import module
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +29,11 @@ def first_code(tiny_data) -> int:
     return vocab_sizes_of(tiny_data / "tokenizers")["text"]
 
 
-def builder_of(tiny_data, split="train", seq_len=96) -> SequenceBuilder:
-    return SequenceBuilder(open_tiny(tiny_data, split), layout_of(tiny_data / "tokenizers"), seq_len)
+def builder_of(tiny_data, split="train") -> SequenceBuilder:
+    tokenizers, cache = tiny_data / "tokenizers", tiny_data / "cache"
+    folders = {"pair": tiny_data / "pairs", "text": tiny_data / "text"}
+    stores = {k: open_source(k, folder, tokenizers, cache)[split] for k, folder in folders.items()}
+    return SequenceBuilder(stores, layout_of(tokenizers), 96)
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +153,11 @@ def test_validation_rows_are_fixed_and_hold_every_form(tiny_data):
 
 def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
     """A source that is not in ``data.mix`` is not read, and does not affect the identity of the data."""
-    folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers")}
 
     def of(mix, cache, **others):
-        fields = folders | others
-        config = DataConfig(**fields, seq_len=88, val_sequences=8, mix=mix, cache=str(tmp_path / cache))
-        data = TokenDataModule(config, seed=0)
-        data.setup()
+        data = module(tiny_data, seq_len=88, mix=mix, cache=str(tmp_path / cache), **others)
         forms = {BEGIN_IMAGE in row.ids for row in data.val_rows}
-        return set(data.stores), forms, data_identity(config)
+        return set(data.stores), forms, data_identity(data.config)
 
     kinds, forms, identity = of({"pair": 1.0}, "a")
     assert (kinds, forms) == ({"pair"}, {True}) and identity == of({"pair": 1.0}, "a", text="nowhere")[2]
@@ -189,9 +182,7 @@ def test_cache_is_made_once_and_a_damaged_one_is_named(tiny_data, tmp_path, caps
 
 
 def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data, first_code):
-    folders = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
-    data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=8), seed=0)
-    data.setup()
+    data = module(tiny_data, seq_len=88)
     found = data.unigram_loss()
     seen = [t for i in range(512) for t in data.order.row(i).ids[1:].tolist()]
     held = [t for row in data.val_rows for t in row.ids[1:].tolist()]
@@ -261,9 +252,7 @@ def test_pieces_without_a_first_token_lose_no_target():
 
 
 def test_statistics_leave_out_what_is_read_again(tiny_data):
-    folders = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
-    data = TokenDataModule(DataConfig(**folders, seq_len=110, val_sequences=8), seed=0)
-    data.setup()
+    data = module(tiny_data, seq_len=110)
     fresh = [data.order.is_fresh(i) for i in range(512)]
     read = [row.ids[1:] for row, first in zip(data.sample, fresh, strict=True) if first]
     codes = [(ids >= 305).sum() for ids in read]

@@ -22,10 +22,6 @@ def lengths(n, seed=0, mean=40, room=512):
     return np.random.default_rng(seed).geometric(1 / mean, n).clip(1, room)
 
 
-def store_of(documents):
-    return TokenStore("interleaved", LAYOUT, [np.concatenate(documents)], [np.array([len(d) for d in documents])])
-
-
 @pytest.mark.parametrize("room", [60, 512])
 def test_rows_hold_every_length_once_and_none_overflows(room):
     given = lengths(5000, room=room)
@@ -76,7 +72,9 @@ def test_an_epoch_is_every_document_once_and_the_next_is_another():
 def order():
     random = np.random.default_rng(0)
     documents = [np.append(random.integers(5, 32, random.integers(2, 30)), 1) for _ in range(200)]
-    builder = SequenceBuilder({"interleaved": store_of(documents)}, LAYOUT, 64)
+    sizes = np.array([len(d) for d in documents])
+    store = TokenStore("interleaved", LAYOUT, [np.concatenate(documents)], [sizes])
+    builder = SequenceBuilder({"interleaved": store}, LAYOUT, 64)
     return TrainingOrder(builder, {"interleaved": 1.0}, 0.5, seed=0, pack=True)
 
 

@@ -48,10 +48,6 @@ def picture(seed: int) -> bytes:
     return encoded(image, list(FORMATS.values())[seed % 3])
 
 
-def field_of(seed: int) -> str:
-    return list(FORMATS)[seed % 3]
-
-
 def caption(seed: int) -> str:
     return f"picture number {seed}, größer"
 
@@ -59,7 +55,7 @@ def caption(seed: int) -> str:
 def pair(seed: int) -> list[tuple[str, bytes]]:
     key = f"{seed:09d}"
     meta = {"caption": caption(seed), "url": "https://example.org", "key": key, "status": "success"}
-    return [(f"{key}.{field_of(seed)}", picture(seed)), (f"{key}.json", json.dumps(meta).encode()),
+    return [(f"{key}.{list(FORMATS)[seed % 3]}", picture(seed)), (f"{key}.json", json.dumps(meta).encode()),
             (f"{key}.txt", caption(seed).encode())]  # fmt: skip
 
 

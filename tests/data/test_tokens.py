@@ -27,9 +27,9 @@ def write(folder, documents, parts=3, layout=LAYOUT, kind="interleaved"):
     return folder
 
 
-def some(n, seed=0, low=1, high=30):
-    random = np.random.default_rng(seed)
-    return [random.integers(5, 32, random.integers(low, high)) for _ in range(n)]
+def some(n):
+    random = np.random.default_rng(0)
+    return [random.integers(5, 32, random.integers(1, 30)) for _ in range(n)]
 
 
 def test_documents_come_back_in_the_order_of_the_parts(tmp_path):
@@ -132,15 +132,12 @@ def test_pieces_are_the_document_and_never_part_of_an_image():
         pieces(store, room=7)
 
 
-def alone(document, layout=LAYOUT, of=TokenStore):
-    return of("interleaved", layout, [np.array(document)], [np.array([len(document)])])
-
-
 def test_the_length_that_an_image_needs_is_the_least_that_works():
     image = [3, *range(20, 26), 4]
     document = [5, 6, 7, *image, *[8] * 9]
     for bos in (0, None):
-        store = alone(document, Layout({"text": 20, "image": 12}, bos=bos, begin_image=3, end_image=4))
+        layout = Layout({"text": 20, "image": 12}, bos=bos, begin_image=3, end_image=4)
+        store = TokenStore("interleaved", layout, [np.array(document)], [np.array([len(document)])])
 
         def cut(seq_len, store=store):
             room = SequenceBuilder({"interleaved": store}, store.layout, seq_len).room

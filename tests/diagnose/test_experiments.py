@@ -3,8 +3,6 @@ too high, which it does not."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 
@@ -18,19 +16,15 @@ ARGS = ["--config=configs/dial.yaml", "--config=configs/failures/zoo_base.yaml",
 PATCH = "tests.diagnose.failures:bad_sequences"
 
 
-def outcomes(folder: Path, *fields: str, step: int | None = None, patch: str = "") -> tuple[pd.Series, str]:
-    assert main([*ARGS, *fields, f"--out={folder}"]) in (0, 3)
-    found = run(folder, step, {"data.patch": patch} if patch else None, jobs=2)
-    assert list(found.table.index) == list(ARMS) and found.start == 100
-    return found.table["outcome"], found.left_out
-
-
 @pytest.mark.slow
 def test_bad_sequences(tmp_path):
-    gone, left_out = outcomes(tmp_path / "run", f"--data.patch={PATCH}", patch=PATCH)
+    assert main([*ARGS, f"--data.patch={PATCH}", f"--out={tmp_path / 'run'}"]) in (0, 3)
+    found = run(tmp_path / "run", None, {"data.patch": PATCH}, jobs=2)
+    assert list(found.table.index) == list(ARMS) and found.start == 100
+    gone = found.table["outcome"]
     assert gone[CONTROL] == gone["noise"] == gone["moments"] == "remains"
     assert gone["batches"] == gone["sequences"] == "gone"
-    first, last = map(int, left_out.split("-"))
+    first, last = map(int, found.left_out.split("-"))
     assert first <= 600 and last >= 759  # the bad ones: tests.diagnose.failures.BAD
     with pytest.raises(UserError, match=r"no checkpoint before step 50: write one with .*--checkpoint.at"):
         run(tmp_path / "run", 51, {"data.patch": PATCH})

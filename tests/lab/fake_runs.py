@@ -57,22 +57,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "high-post": {"optim.lr": 0.1, "model.qk_norm.kind": "none", "model.pre_norm": False, "model.post_norm": True},
     "high-post-qk": {"optim.lr": 0.1, "model.qk_norm.kind": "rms", "model.pre_norm": False, "model.post_norm": True},
 }
-LABELS = {
-    "mixed": "mixed, no QK-Norm",
-    "mixed-qk": "mixed, QK-Norm",
-    "image-off": "image loss off, no QK-Norm",
-    "high-pre": "pre-norm, no QK-Norm",
-    "high-pre-qk": "pre-norm, QK-Norm",
-    "high-post": "post-norm, no QK-Norm",
-    "high-post-qk": "post-norm, QK-Norm",
-}
+LABELS = {"mixed": "mixed, no QK-Norm", "mixed-qk": "mixed, QK-Norm", "image-off": "image loss off, no QK-Norm"}
 BASE: dict[str, Any] = {
-    "model": {"qk_norm": {"kind": "none"}, "pre_norm": True, "post_norm": False, "d_model": 64, "n_heads": 4},
+    "model": {
+        "qk_norm": {"kind": "none"}, "pre_norm": True, "post_norm": False, "d_model": 64, "n_layers": LAYERS,
+        "n_heads": 4, "n_kv_heads": 0, "d_head": 0, "d_ff": 0, "mlp": "swiglu",
+    },
     "loss": {"weights": {}},
     "optim": {"lr": 0.01},
+    "data": {"batch_size": 8, "seq_len": 128},
     "backend": "sdpa",
     "trainer": {"max_steps": STEPS, "precision": "32-true"},
-}
+}  # fmt: skip
 C2 = {
     "id": "C2",
     "statement": "without QK-Norm attention logits explode with the learning rate",
@@ -100,9 +96,6 @@ P1 = {
 C10 = {
     "id": "C10",
     "statement": "image generation is what destabilizes",
-    "source": "Chameleon 2405.09818, Fig. 6b",
-    "source_access": "V",
-    "reference_value": "no divergence with image generation off",
     "metric": "largest_attention_logit",
     "treatment": "mixed",
     "control": "image-off",
@@ -115,9 +108,6 @@ C10 = {
 C13 = {
     "id": "C13",
     "statement": "QK-Norm is essential and not sufficient",
-    "source": "Chameleon 2405.09818, Fig. 5a to 5c",
-    "source_access": "V",
-    "reference_value": "without QK-Norm diverges after about 20 % of an epoch",
     "status": "shown",
     "arms": ["high-pre", "high-pre-qk", "high-post", "high-post-qk"],
 }
@@ -127,7 +117,11 @@ def grid(planted: dict[str, Planted]) -> dict[str, Any]:
     """Return the grid of these arms as ablation.json stores it."""
     shown = [arm for arm in planted if arm.startswith("high")]
     arms = {
-        arm: {"label": LABELS[arm], "block": "shown" if arm in shown else "decided", "set": SETTINGS[arm]}
+        arm: {
+            "label": LABELS.get(arm, arm),
+            "block": "shown" if arm in shown else "decided",
+            "set": SETTINGS.get(arm, {}),
+        }
         for arm in planted
     }
     for arm in shown:
@@ -170,7 +164,7 @@ def write_demo(
             name = f"{arm}-{id}/seed{seed}"
             runs.append({"arm": arm, "seed": seed, "folder": name, "id": id})
             if arm not in leave_out:
-                write_run(folder / name, numbers, seed, SETTINGS[arm], id, unigram)
+                write_run(folder / name, numbers, seed, SETTINGS.get(arm), id, unigram)
     folder.mkdir(parents=True, exist_ok=True)
     record = {"name": "demo", "grid": raw, "runs": runs, "threads": 1}
     (folder / "ablation.json").write_text(json.dumps(record))
@@ -191,9 +185,15 @@ def write_grid(folder: Path, grid: dict[str, Any], runs: list[tuple[dict[str, An
 
 
 def write_run(
-    path: Path, planted: Planted, seed: int = 0, settings: dict | None = None, id: str = "0" * 10, unigram: bool = True
+    path: Path,
+    planted: Planted,
+    seed: int = 0,
+    settings: dict | None = None,
+    id: str = "0" * 10,
+    unigram: bool = True,
+    fork: dict[str, Any] | None = None,
 ) -> Path:
-    """Write one run folder."""
+    """Write one run folder. A fork starts at the step of its parent that the record ``fork`` names."""
     path.mkdir(parents=True)
     identity = copy.deepcopy(BASE) | {"seed": seed}
     for name, value in (settings or {}).items():
@@ -215,6 +215,8 @@ def write_run(
         "image": {"share": 0.5, "used": 512, "block": 512, "unigram": 6.19, "model": 5.13, "repeated": 0.049},
     }
     (path / "data.json").write_text(json.dumps(data))
+    if fork is not None:
+        (path / "fork.json").write_text(json.dumps(fork))
     end = planted.diverges or STEPS
     status = "diverged" if planted.diverges else planted.status
     reason = "image loss 7.41 was more than 0.1 nat above its initial 6.30 for 50 steps" if planted.diverges else ""
@@ -222,19 +224,21 @@ def write_run(
         json.dumps({"status": status, "step": end, "reason": reason, "seconds": 31.5 + seed})
     )
     with open(path / "metrics.jsonl", "w") as file:
-        for line in lines(planted, seed, end, unigram):
+        for line in lines(planted, seed, end, unigram, fork["parent"]["step"] if fork else 0):
             cells = {k: v if math.isfinite(v) else str(v) for k, v in line.items()}
             file.write(json.dumps(cells) + "\n")
     return path
 
 
-def lines(planted: Planted, seed: int, end: int, unigram: bool = True):
+def lines(planted: Planted, seed: int, end: int, unigram: bool, start: int):
     """Yield the lines of a run's metrics, one per step."""
     rng = random.Random(f"{seed} {planted.logit} {planted.loss}")
     # The standard deviation of log(final) over seeds 0 to 2 is exactly ``spread``, so that tests can compare with it.
     final = planted.logit * math.exp(planted.spread * ((seed % 3) - 1))
-    for step in range(end + 1):
+    for step in range(start, end + 1):
         line: dict[str, float] = {"step": step}
+        if step == 0:
+            line |= {f"val_loss/{m}": nats for m, nats in START.items()}
         if step == 0 and unigram:
             line |= {f"val_unigram/{m}": nats for m, nats in UNIGRAM.items()}
         if step:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from mmqk.lab.effects import auroc, paired_effect, pooled_spread, quantile_t
+from mmqk.lab.effects import auroc, paired_effect, pooled_spread
 
 A, B, C = [4.1, 4.3, 3.9], [2.0, 2.2, 2.1], [3.0, 3.4, 3.1]
 
@@ -82,11 +82,11 @@ def misses(sds, draws=4000):
     return missed / draws, pooled / draws
 
 
-@pytest.mark.parametrize("sds", [(1, 0.3, 0.3), (1, 0.2, 0.2)])
+@pytest.mark.parametrize("sds", [(1, 1, 1), (1, 0.3, 0.3), (1, 0.2, 0.2)])
 def test_unlike_spreads_do_not_narrow_the_interval(sds):
     missed, pooled = misses(sds)
     assert missed <= 0.065
-    assert pooled > 0.08
+    assert (pooled > 0.08) == (sds != (1, 1, 1))
 
 
 def test_only_shared_seeds_count():
@@ -119,21 +119,6 @@ def test_smallest_detectable_effect_is_that_of_methods():
         shift = effect.beyond(0.05) / (spread.sd * math.sqrt(2 / n))
         power = 1 - stats.nct.cdf(stats.t.ppf(0.975, spread.df), spread.df, shift)
         assert power == pytest.approx(0.8, abs=0.03)
-
-
-def test_null_arms_are_rarely_told_apart():
-    rng = np.random.default_rng(0)
-    wrong = tight = 0
-    draws = 2000
-    for _ in range(draws):
-        arms = {name: list(rng.normal(0, 0.14, 3)) for name in "abc"}
-        effect = paired_effect(by_seed(arms["a"]), by_seed(arms["b"]), pooled_spread(arms))
-        wrong += not effect.low <= 0 <= effect.high
-        # The control: with the normal quantile, the interval is too narrow.
-        half = (effect.high - effect.value) * 1.96 / quantile_t(0.975, effect.df)
-        tight += abs(effect.value) > half
-    assert wrong / draws <= 0.065
-    assert tight / draws > 0.065
 
 
 RNG = np.random.default_rng(7)

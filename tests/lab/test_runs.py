@@ -111,15 +111,9 @@ def test_half_written_run_is_kept_with_a_note(tmp_path):
     (run,) = read_runs(tmp_path)
     assert run.last_step == 200
     assert len(run.notes) == 2 and "cut off" in run.notes[0] and "metrics.jsonl" in run.notes[1]
-    # The control: a complete run has no notes.
-    assert read_runs(write_run(tmp_path / "whole" / "y", Planted(50.0)))[0].notes == ()
-
-
-def test_run_without_records_is_kept_with_notes(tmp_path):
-    path = write_run(tmp_path / "x", Planted(50.0))
     (path / "run.json").unlink()
     (path / "status.json").write_text("{")
     (run,) = read_runs(tmp_path)
-    assert not run.status.finished
-    assert len(run.notes) == 2
-    assert len(run.series("loss/text")[0]) == 200
+    assert not run.status.finished and len(run.notes) == 3 and len(run.series("loss/text")[0]) == 200
+    # The control: a complete run has no notes.
+    assert read_runs(write_run(tmp_path / "whole" / "y", Planted(50.0)))[0].notes == ()

@@ -1,24 +1,21 @@
-"""Compares the parts of attention logits and entropy by modality with brute force and known answers.
-
-`test_probe` compares every part with brute force for models whose tokens all have a modality.
-"""
+"""Compares the entropy, the largest logits and the rank of attention with brute force, in cases that `test_probe`
+lacks: tokens without a modality, large logits, and many of them."""
 
 import math
 
 import pytest
 import torch
 
-from mmqk.monitors.formulas.attention import AttentionStatistics
+from mmqk.monitors.formulas.attention import AttentionStatistics, attention_rank
 from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
 from tests.monitors import brute_force
 
 B, H, T, K, M = 2, 3, 30, 4, 3
-PARTS = ("mean", "variance", "offset_variance", "spread_variance", "entropy", "block_entropy", "within_entropy")
 
 
-def case(seed=0, size=1.5):
+def case(size=1.5):
     """Return queries, keys, modalities and visible pairs; the second sequence has two modalities and a padded end."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     q, k = (size * torch.randn(B, H, T, K, generator=random) for _ in range(2))
     modality_BT = torch.randint(0, M, (B, T), generator=random)
     modality_BT[1] = modality_BT[1].clamp_max(1)
@@ -27,40 +24,12 @@ def case(seed=0, size=1.5):
     return q, k, modality_BT, visible_pairs(valid_BT, window=20)
 
 
-def flat(statistics):
-    """Return {(name, query modality[, key modality]): mean over rows}, without modalities that have no row."""
-    means = by_name(statistics.rows.mean)
-    values = {(name, a): means[name][0, a] for name in PARTS for a in range(M)}
-    values |= {(n, a, b): means[n][b, a] for n in ("mass", "offset") for a in range(M) for b in range(M)}
-    return {place: float(value) for place, value in values.items() if not math.isnan(value)}
-
-
 def by_name(rows_FM):
     """Return the F statistics of an `AttentionStatistics` by name; offset and mass have M values, all others one."""
-    names = [*PARTS[:4], "offset", *PARTS[4:], "mass"]
+    names = ["mean", "variance", "offset_variance", "spread_variance", "offset"]
+    names += ["entropy", "block_entropy", "within_entropy", "mass"]
     sizes = [M if name in ("offset", "mass") else 1 for name in names]
     return dict(zip(names, rows_FM.split(sizes), strict=True))
-
-
-def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not():
-    """A constant that is added to all logits of a row changes only their mean.
-
-    If it is added to the logits of one key modality, it also changes the softmax.
-    """
-    q, k, modality_BT, visible_BTS = case()
-    q[..., -1] = 2.0  # adds twice the last channel of a key to all logits of that key
-    everywhere, one_block = k.clone(), k.clone()
-    everywhere[..., -1] += 3.0
-    one_block[..., -1] += 3.0 * (modality_BT == 1)[:, None]
-    before, gauge, moved = (
-        flat(AttentionStatistics(q, x, 1.0, Pairs(modality_BT, visible_BTS, M, H))) for x in (k, everywhere, one_block)
-    )
-    for place, value in before.items():
-        shift = 6.0 if place[0] == "mean" else 0.0
-        assert gauge[place] == pytest.approx(value + shift, rel=1e-3, abs=1e-3), place
-    assert moved["spread_variance", 0] == pytest.approx(before["spread_variance", 0], rel=1e-3)
-    assert moved["offset_variance", 0] > before["offset_variance", 0] + 1
-    assert moved["mass", 0, 1] > before["mass", 0, 1] + 0.1
 
 
 def without_modality(modality_BT):
@@ -135,3 +104,28 @@ def test_the_largest_of_many_logits_are_those_of_a_sort():
         torch.testing.assert_close(tail.double(), whole[: len(tail)], rtol=1e-5, atol=1e-5)
         assert not torch.allclose(tail.double(), whole[1 : len(tail) + 1], rtol=1e-5)
         assert float(statistics.max.flatten()[i]) == pytest.approx(float(z[0, :, pair_TS].max()), rel=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window, causal):
+    """The queries are split into several slices, with and without a causal mask."""
+    n = 150
+    q, k = (torch.randn(2, 3, n, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    valid_BT = torch.ones(2, n, dtype=torch.bool)
+    valid_BT[1, -20:] = False
+    visible_BTS = visible_pairs(valid_BT, window=window)
+    if not causal:
+        visible_BTS = visible_BTS | visible_BTS.mT
+    seen = Pairs(torch.zeros(2, n, dtype=torch.long), visible_BTS, 1, 3)
+    assert len(seen.reach) == 5
+    assert (seen.reach[0][1] == (32 if causal else n if not window else 61)) and seen.reach[-1][1] == n
+    z = torch.where(visible_BTS[:, None], 0.4 * q.double() @ k.double().mT, -math.inf)
+    s = torch.linalg.svdvals(torch.softmax(z, -1).nan_to_num(0.0))
+    expected = float(((s**2).sum(-1) ** 2 / (s**4).sum(-1)).mean())
+    assert float(attention_rank(q, k, 0.4, seen, None, None).mean()) == pytest.approx(expected, rel=1e-4)
+    together = AttentionStatistics(q, k, 0.4, seen).rank
+    assert together is not None and float(together.mean()) == pytest.approx(expected, rel=1e-4)
+    if not causal:  # control: a reach that is too short gives another rank
+        vars(seen)["reach"] = [(rows, keys // 2) for rows, keys in seen.reach]
+        assert float(attention_rank(q, k, 0.4, seen, None, None).mean()) != pytest.approx(expected, rel=1e-2)

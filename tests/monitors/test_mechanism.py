@@ -33,7 +33,7 @@ def parts_of(model, ids_BT) -> torch.Tensor:
     return torch.stack([ce_N[targets_N < 9].sum(), ce_N[targets_N >= 9].sum()]) / len(targets_N)
 
 
-def take(model, optimizer, window, steps, after=lambda: None) -> None:
+def take(model, optimizer, window, steps) -> None:
     for step in steps:
         parts_M = parts_of(model, ids_of(step))
         window.add_gradients(parts_M)
@@ -42,7 +42,6 @@ def take(model, optimizer, window, steps, after=lambda: None) -> None:
         window.before_update(optimizer, None)
         optimizer.step()
         window.after_update(optimizer)
-        after()
         window.settle()
 
 

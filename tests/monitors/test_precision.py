@@ -43,15 +43,6 @@ def test_absorption_equals_rounding_element_by_element():
         assert 0.05 < float(measured["absorbed"].mean[m]) < 1  # some additions are absorbed
 
 
-def test_small_on_large_is_absorbed_and_large_on_small_is_not():
-    one = torch.ones(1, 1, D)
-    everything = torch.ones(1, 1, 1, dtype=torch.bool)
-    lost = absorption(256 * one, 0.4 * one, everything)  # above 256, bf16 numbers are 2 apart
-    assert [float(sums.mean) for sums in lost.values()] == pytest.approx([1, 1, 1])
-    exact = absorption(one, 2 * one, everything)
-    assert (float(exact["absorbed"].mean), float(exact["absorb_error"].mean)) == (0, 0)
-
-
 def test_share_below_epsilon():
     v = torch.tensor([1e-18, 1e-14, 1e-10, 4e-16])
     assert float(below_epsilon(v, 10**6, 0.95, 1e-8)) == pytest.approx(0.25)

@@ -15,17 +15,17 @@ from mmqk.monitors import probe
 from mmqk.monitors.formulas import pairs as pairs_module
 from mmqk.monitors.formulas.attention import AttentionStatistics
 from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.formulas.reduce import selection, sums
+from mmqk.monitors.formulas.reduce import output_statistics, selection
 from tests.monitors import brute_force
 
 NAMES = ("text", "image")
 
 
-def make_batch(B=3, T=40, seed=0, vocab_sizes=(30, 12), pad=7, only=None) -> TokenBatch:
+def make_batch(B=3, T=40, pad=7) -> TokenBatch:
     """Return random ids of two modalities; the last sequence is padded at its end."""
-    random = torch.Generator().manual_seed(seed)
-    modality_BT = (torch.rand(B, T, generator=random) < 0.5).long() if only is None else torch.full((B, T), only)
-    low, size = torch.tensor([0, vocab_sizes[0]]), torch.tensor(vocab_sizes)
+    random = torch.Generator().manual_seed(0)
+    modality_BT = (torch.rand(B, T, generator=random) < 0.5).long()
+    low, size = torch.tensor([0, 30]), torch.tensor([30, 12])
     ids_BT = low[modality_BT] + (torch.rand(B, T, generator=random) * size[modality_BT]).long()
     valid_BT = torch.ones(B, T, dtype=torch.bool)
     if pad:
@@ -210,25 +210,6 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
     assert probe(model.float(), whole).flat()[first] != pytest.approx(expected[first], rel=1e-2)
 
 
-def test_absent_modality_is_an_absent_key():
-    values = probe(make_model(), make_batch(only=0, pad=0)).flat()
-    assert values and not any("image" in tag for tag in values)
-    assert not any(math.isnan(v) for v in values.values())
-
-
-def test_parts_add_up_to_the_whole():
-    values_BHT = torch.randn(3, 2, 40, generator=torch.Generator().manual_seed(0))
-    batch = make_batch()
-    split = sums(values_BHT, selection(batch.modality_BT, batch.valid_BT, 2))
-    whole = sums(values_BHT, selection(torch.zeros_like(batch.modality_BT), batch.valid_BT, 1))
-    for name in ("count", "sum"):
-        assert float(getattr(split, name).sum()) == pytest.approx(float(getattr(whole, name)), rel=1e-5, abs=1e-4)
-    halves = [
-        sums(values_BHT[i], selection(batch.modality_BT[i], batch.valid_BT[i], 2)) for i in (slice(0, 1), slice(1, 3))
-    ]
-    assert torch.allclose((halves[0] + halves[1]).mean, split.mean)
-
-
 def test_entropy_has_its_known_values():
     """n equal logits give an entropy of log n, and one dominant logit gives 0, for logits of any size."""
     T = 32
@@ -244,6 +225,11 @@ def test_entropy_has_its_known_values():
     spike = torch.zeros(1, 1, T, 2)
     spike[:, :, 0] = 5e4
     assert entropy(spike) == pytest.approx(0.0, abs=1e-6)
+    # Equal logits of the output have no spread, and each modality gets the share of its ids.
+    of = selection(modality, valid, 2)
+    by_name, _ = output_statistics(torch.full((1, T, 10), 100.0), modality, of, {"text": 7, "image": 3})
+    found = [float(by_name[name].mean[0]) for name in ("out_logit_spread", "out_wrong_mass")]
+    assert found == pytest.approx([0, 3 / 10], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])

@@ -14,20 +14,6 @@ STEPS, CLIP, LR, BETAS, EPS = 5, 0.05, 0.01, (0.9, 0.95), 1e-8
 MONITOR = MonitorConfig(every_n_steps=2, probe_sequences=2, second_moment=True)
 
 
-@pytest.fixture
-def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """Return the ratios that RunMonitor logs, by step."""
-    lines: dict[int, dict[str, float]] = {}
-
-    def keep(trainer, values) -> None:
-        found = {tag: value for tag, value in values.items() if "grad_over_v" in tag}
-        if found:
-            lines[trainer.global_step] = found
-
-    monkeypatch.setattr("mmqk.monitors.own.callback._log", keep)
-    return lines
-
-
 def written_out(clip: float | None) -> dict[int, float]:
     """Train with torch's AdamW, and return the expected ``w_q_grad_over_v`` of the first layer at each step.
 
@@ -51,7 +37,15 @@ def written_out(clip: float | None) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])
-def test_a_run_logs_that_of_a_loop_written_out(logged, clip):
+def test_a_run_logs_that_of_a_loop_written_out(clip, monkeypatch):
+    logged: dict[int, dict[str, float]] = {}
+
+    def keep(trainer, values) -> None:
+        found = {tag: value for tag, value in values.items() if "grad_over_v" in tag}
+        if found:
+            logged[trainer.global_step] = found
+
+    monkeypatch.setattr("mmqk.monitors.own.callback._log", keep)
     module = module_of(weight_decay=0.0)
     assert module.optim_config.beta2 == BETAS[1] and module.optim_config.eps == EPS
     fit(module, [toy_batch(step) for step in range(STEPS)], clip=clip, callbacks=[RunMonitor(MONITOR)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,32 +69,25 @@ def test_what_is_written_can_be_read(tmp_path):
     assert read_json(tmp_path / "x.json") == {"a": ["nan", "inf", 1.5], "é": {"b": "-inf"}}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, module_without_figures):
-    """Write the grid that the tests below damage."""
-    return write_demo(tmp_path_factory.mktemp("whole") / "grid")
+@pytest.mark.usefixtures("without_figures")
+def test_a_damaged_record_of_a_run_is_named_on_the_page_without_its_folder(tmp_path, capsys):
+    folder = write_demo(tmp_path / "grid")
 
+    def page() -> str:
+        assert cli_main(report.main)([str(folder), "--out", str(tmp_path / "page")]) == 0
+        return (tmp_path / "page/report.md").read_text()
 
-def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
-    """The control of the damage tests: without damage nothing is refused or reported."""
-    assert cli_main(report.main)([str(whole), "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "report.md").read_text()
-    assert "cannot be read" not in page and "is missing" not in page
-    assert cli_main(watch)(["--once", str(whole)]) == 0
-    assert "damaged" not in capsys.readouterr().out
-
-
-def test_a_damaged_record_of_a_run_is_named_on_the_page_without_its_folder(whole, tmp_path):
-    folder = tmp_path / "grid"
-    shutil.copytree(whole, folder)
+    # The control: without damage nothing is reported.
+    assert "cannot be read" not in page() and "is missing" not in page()
+    assert cli_main(watch)(["--once", str(folder)]) == 0
+    assert "damaged: " not in capsys.readouterr().out
     arms = {"run.json": "mixed-0*", "status.json": "mixed-qk*", "data.json": "image-off*", "fork.json": "high-pre-0*"}
     for name, arm in arms.items():
         next(folder.glob(f"{arm}/seed0")).joinpath(name).write_text('{"share": ')
-    assert cli_main(report.main)([str(folder), "--out", str(tmp_path / "page")]) == 0
-    page = (tmp_path / "page/report.md").read_text()
-    for name in ("run.json", "status.json", "data.json", "fork.json"):
-        assert f"ts {name} cannot be read: it is not JSON" in page, name
-    assert str(tmp_path) not in page
+    text = page()
+    for name in arms:
+        assert f"ts {name} cannot be read: it is not JSON" in text, name
+    assert str(tmp_path) not in text
 
 
 # A failing disk ---------------------------------------------------------------------------------------------
@@ -259,9 +251,10 @@ def test_a_reader_that_goes_away_leaves_no_traceback(lines):
         "    return 0\n"
         "run_main(main)\n"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"import time; time.sleep(0.3)\n{code}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", f"input()\n{code}"], **pipes)
     child.stdout.close()
+    child.stdin.write(b"\n")
+    child.stdin.close()
     assert child.stderr.read() == b""
     assert child.wait() == 141

@@ -61,11 +61,15 @@ def test_what_is_not_a_tag_is_a_statistic(text):
 # metrics.jsonl ----------------------------------------------------------------------------------------------
 
 
-def write_steps(path, steps):
+def write(path, *lines):
     writer = MetricsWriter(path)
-    for step in steps:
-        writer.write(step, {"loss": step / 8})
+    for step, values in lines:
+        writer.write(step, values)
     writer.close()
+
+
+def write_steps(path, steps):
+    write(path, *((step, {"loss": step / 8}) for step in steps))
 
 
 def test_a_step_written_again_later_is_merged_on_reading(tmp_path):
@@ -85,10 +89,8 @@ def test_a_step_written_again_later_is_merged_on_reading(tmp_path):
 
 def test_values_that_are_not_finite_are_strings_in_the_file_and_floats_outside(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path)
     finite = {"d": 1e300, "e": 1 / 3, "f": 5e-324, "g": 3.4028234663852886e38}
-    writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, **finite})
-    writer.close()
+    write(path, (1, {"a": math.nan, "b": math.inf, "c": -math.inf, **finite}))
     strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
     assert strict == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", **finite}
     (line,) = read_metrics(path)
@@ -107,12 +109,8 @@ def test_a_cut_last_line_costs_that_line_only(tmp_path, cut):
     expected = [1, 2, 3] if cut == 1 else [1, 2]
     assert [line["step"] for line in lines] == expected
     assert last_metrics(path)["step"] == expected[-1]
-
-    writer = MetricsWriter(path)
-    writer.write(4, {"loss": 4.0})
-    writer.close()
-    again = read_metrics(path)
-    assert [line["step"] for line in again] == [*expected, 4]
+    write_steps(path, [4])
+    assert [line["step"] for line in read_metrics(path)] == [*expected, 4]
 
 
 def test_nothing_is_read_from_a_missing_or_empty_file(tmp_path):
@@ -125,9 +123,7 @@ def test_the_last_line_is_found_from_the_end_of_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(2000))
     assert last_metrics(path, tail_bytes=256) == {"step": 1999, "loss": 1999 / 8}
-    writer = MetricsWriter(path)
-    writer.write(1999, {"val_loss/text": 2.0})
-    writer.close()
+    write(path, (1999, {"val_loss/text": 2.0}))
     assert last_metrics(path) == {"step": 1999, "val_loss/text": 2.0}
     assert last_metrics(path, having="loss") == {"step": 1999, "loss": 1999 / 8}
     assert last_metrics(path, having="lr") == {}
@@ -138,9 +134,7 @@ def test_a_last_line_longer_than_the_tail_is_found(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(10))
     probe = {f"q_norm/text/layer_{layer}": layer / 3 for layer in range(5000)}
-    writer = MetricsWriter(path)
-    writer.write(10, probe)
-    writer.close()
+    write(path, (10, probe))
     assert path.stat().st_size > 2 * 65536
     assert last_metrics(path) == {"step": 10, **probe}
     assert last_metrics(path, having="loss") == {"step": 9, "loss": 9 / 8}

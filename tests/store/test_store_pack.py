@@ -140,25 +140,24 @@ def write_zip(path: Path, *members: tarfile.TarInfo, content: bytes = b"{}") -> 
         archive.writestr("runs.tar", runs.getvalue())
 
 
-@pytest.mark.parametrize("name", ["../run.json", "a/../../run.json"])
-def test_a_name_outside_the_folder_is_refused(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, tarfile.REGTYPE) for name in ("../run.json", "a/../../run.json")),
+        *(("a/run.json", kind) for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE)),
+    ],
+)
+def test_a_name_outside_the_folder_and_what_is_no_regular_file_are_refused(name, kind, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    write_zip(tmp_path / "bad.zip", tarfile.TarInfo("a/status.json"), tarfile.TarInfo(name))
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, "/etc/passwd"
+    write_zip(tmp_path / "bad.zip", tarfile.TarInfo("a/status.json"), member)
     with pytest.raises(UserError, match="cannot be read as a pack"):
         unpacked(tmp_path / "bad.zip")
     assert not list(tmp_path.rglob("run.json"))
-    # The control: a pack without the refused name is accepted.
+    # The control: a pack without the refused member is accepted.
     write_zip(tmp_path / "good.zip", tarfile.TarInfo("a/status.json"))
     assert (unpacked(tmp_path / "good.zip") / "a/status.json").read_text() == "{}"
-
-
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
-def test_what_is_no_regular_file_is_refused(kind, tmp_path):
-    member = tarfile.TarInfo("a/run.json")
-    member.type, member.linkname = kind, "/etc/passwd"
-    write_zip(tmp_path / "bad.zip", member)
-    with pytest.raises(UserError, match="cannot be read as a pack"):
-        unpacked(tmp_path / "bad.zip")
 
 
 def test_a_zip_file_of_other_files_and_a_tar_that_is_cut_are_refused(tmp_path):

@@ -71,7 +71,6 @@ class Hostile(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "TIMEOUT", 0.3)
     monkeypatch.setattr(read, "PAUSE", 0.001)
     http = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
     http.daemon_threads = True
@@ -87,7 +86,8 @@ def address(server, name=""):
 
 
 @pytest.mark.parametrize("fault", ["stall", "cut", "short", "long", "error"])
-def test_a_fault_that_passes_changes_no_sample(server, tmp_path, fault):
+def test_a_fault_that_passes_changes_no_sample(server, tmp_path, fault, monkeypatch):
+    monkeypatch.setattr(names, "TIMEOUT", 1.0 if fault == "stall" else names.TIMEOUT)
     write_shards(tmp_path, [300])
     local = [(s.key, s.fields, s.end) for s in samples_of(str(tmp_path / "00000.tar"))]
     server.faults["00000.tar"] = [fault, fault, "ok"]
@@ -111,7 +111,8 @@ def test_a_server_without_ranges_is_read_from_the_front(server, tmp_path):
     assert [(s.key, s.fields) for s in again] == [(s.key, s.fields) for s in whole[50:]]
 
 
-def test_a_shard_that_never_comes_is_skipped_and_a_resume_skips_it_too(server, tmp_path):
+def test_a_shard_that_never_comes_is_skipped_and_a_resume_skips_it_too(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(names, "TIMEOUT", 1.0)
     write_shards(tmp_path, [40] * 4)
     server.faults["00001.tar"] = ["stall"]
     urls = shard_names(address(server, "{00000..00003}.tar"))

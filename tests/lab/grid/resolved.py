@@ -16,6 +16,7 @@ from mmqk.store import flatten
 ROOT = Path(__file__).parents[3]
 
 
+@cache
 def resolved(path: str, seed: int) -> tuple[Grid, dict[str, RunConfig]]:
     """Return a grid of the repository, and the run of each of its arms with this seed."""
     with pytest.MonkeyPatch.context() as patch:
@@ -45,3 +46,15 @@ def caption_lengths() -> list[int]:
 def mean_caption(room: int) -> float:
     """Return the mean number of tokens of a caption in the shipped pairs, cut to ``room`` tokens."""
     return sum(min(n, room) for n in caption_lengths()) / len(caption_lengths())
+
+
+def targets_of_a_row(seq_len: int) -> dict[str, float]:
+    """Return the mean number of targets in a row of the mix of three pairs and one text, from the captions and the
+    layout of a row alone: of text, of images, and of text if the images are removed.
+
+    A text row has a target for each of its tokens except ``<bos>``. A pair has targets for its caption, three special
+    tokens and an image of 64 codes. A caption alone is followed by one special token.
+    """
+    beside, alone = mean_caption(seq_len - 68), mean_caption(seq_len - 2)
+    of_text = 0.25 * (seq_len - 1)
+    return {"text": 0.75 * (beside + 3) + of_text, "image": 0.75 * 64, "captions": 0.75 * (alone + 1) + of_text}

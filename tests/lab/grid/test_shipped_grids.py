@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,76 +11,55 @@ from mmqk.config import RunConfig, resolve
 from mmqk.lab.grid import Grid, load_grid
 from mmqk.lab.remedies import REMEDIES
 from mmqk.store import flatten
-from tests.lab.grid.resolved import ROOT, mean_caption, unequal
+from tests.lab.grid.resolved import ROOT, resolved, targets_of_a_row, unequal
 
-DEMO = Path("configs/ablations/demo.yaml")
+DEMO = "configs/ablations/demo.yaml"
 QK, PRE, POST = "model.qk_norm.kind", "model.pre_norm", "model.post_norm"
 BATCH = "data.batch_size"
 
 
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-@pytest.fixture(scope="module")
-def demo() -> Grid:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        return load_grid(DEMO)
-
-
-@pytest.fixture(scope="module")
-def runs(demo) -> dict[tuple[str, int], RunConfig]:
-    """Return every job as `mmqk.config` resolves it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        return {(job.arm, job.seed): resolve(list(job.args)) for job in demo.jobs}
-
-
-def strays(grid: Grid, runs: dict[tuple[str, int], RunConfig]) -> dict[tuple[str, str], set[str]]:
-    """Return the unintended differences of each pair of arms with a common seed: fields that differ although neither
-    arm sets them, or although both arms set them to the same value."""
+def strays(grid: Grid, runs: dict[str, RunConfig]) -> dict[tuple[str, str], set[str]]:
+    """Return the unintended differences of each pair of arms: fields that differ although neither arm sets them, or
+    although both arms set them to the same value."""
     found = {}
     for a, b in combinations(grid.arms, 2):
-        for seed in set(a.seeds) & set(b.seeds):
-            named = a.fields.keys() | b.fields.keys()
-            same = {name for name in named if a.fields.get(name, a) == b.fields.get(name, b)}
-            difference = unequal(runs[a.name, seed], runs[b.name, seed])
-            if difference - (named - same):
-                found[a.name, b.name] = difference - (named - same)
+        named = a.fields.keys() | b.fields.keys()
+        same = {name for name in named if a.fields.get(name, a) == b.fields.get(name, b)}
+        difference = unequal(runs[a.name], runs[b.name])
+        if difference - (named - same):
+            found[a.name, b.name] = difference - (named - same)
     return found
 
 
-def test_arms_differ_only_in_what_they_set(demo, runs):
-    assert strays(demo, runs) == {}
-    for arm in demo.arms:
+def test_arms_differ_only_in_what_they_set(monkeypatch):
+    grid, runs = resolved(DEMO, seed=1)
+    assert strays(grid, runs) == {}
+    for arm in grid.arms:
         for name, value in arm.fields.items():
-            assert flatten(runs[arm.name, arm.seeds[0]].nested())[name] == value, (arm.name, name)
-    decided = [arm.name for arm in demo.arms if arm.block == "decided"]
-    assert {(a, b): unequal(runs[a, 1], runs[b, 1]) for a, b in combinations(decided, 2)} == {
+            assert flatten(runs[arm.name].nested())[name] == value, (arm.name, name)
+    decided = [arm.name for arm in grid.arms if arm.block == "decided"]
+    assert {(a, b): unequal(runs[a], runs[b]) for a, b in combinations(decided, 2)} == {
         ("mixed", "mixed-qk"): {QK},
         ("mixed", "image-off-matched"): {"loss.weights.image", BATCH},
         ("mixed-qk", "image-off-matched"): {QK, "loss.weights.image", BATCH},
     }
-    assert unequal(runs["mixed", 1], runs["image-off", 1]) == {"loss.weights.image"}
-    assert unequal(runs["high-pre", 1], runs["high-post", 1]) == {PRE, POST}
+    assert unequal(runs["mixed"], runs["image-off"]) == {"loss.weights.image"}
+    assert unequal(runs["high-pre"], runs["high-post"]) == {PRE, POST}
     # The control: an arm that is resolved with one more field is detected.
-    wider = resolve([*next(j.args for j in demo.jobs if j.arm == "mixed"), "--optim.beta2=0.99"])
-    assert strays(demo, {**runs, ("mixed", 1): wider})["mixed", "mixed-qk"] == {"optim.beta2"}
+    monkeypatch.chdir(ROOT)
+    wider = resolve([*next(j.args for j in grid.jobs if j.arm == "mixed"), "--optim.beta2=0.99"])
+    assert strays(grid, {**runs, "mixed": wider})["mixed", "mixed-qk"] == {"optim.beta2"}
 
 
-def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs):
-    """Count targets from the captions and the data mix alone. A text row has 127 targets; a pair has its caption,
-    three special tokens and an image of 64 codes. Beside an image there is room for 60 tokens of a caption."""
-    mix, length = runs["mixed", 1].data.mix, runs["mixed", 1].data.seq_len
+def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step():
+    _, runs = resolved(DEMO, seed=1)
+    mix, length = runs["mixed"].data.mix, runs["mixed"].data.seq_len
     assert (mix, length) == ({"pair": 3.0, "text": 1.0}, 128)
-    of_pair = 3 + mean_caption(60)
-    count = {"text": 0.75 * of_pair + 0.25 * 127, "image": 0.75 * 64}
+    count = targets_of_a_row(length)
 
     def targets(arm: str) -> float:
-        run = runs[arm, 1]
-        trained = (name for name in count if run.loss.weights.get(name, 1.0) > 0)
+        run = runs[arm]
+        trained = (name for name in ("text", "image") if run.loss.weights.get(name, 1.0) > 0)
         return run.data.batch_size * sum(count[name] for name in trained)
 
     assert targets("image-off-matched") == pytest.approx(targets("mixed"), rel=0.01)
@@ -99,7 +77,7 @@ def missing_remedies(grid: Grid) -> set[str]:
 
 
 def test_the_tournament_has_every_remedy_and_an_arm_without_one_for_each_backend(tmp_path):
-    path = Path("configs/ablations/tournament.yaml")
+    path = ROOT / "configs/ablations/tournament.yaml"
     grid = load_grid(path)
     assert missing_remedies(grid) == {"mup"}  # it relates widths, and the tournament has one
     settings = {arm.name: dict(arm.fields) for arm in grid.arms}

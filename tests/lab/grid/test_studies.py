@@ -13,27 +13,11 @@ from mmqk.config import RunConfig
 from mmqk.data.dial import Dial
 from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokenizers.image import ImageTokenizer
-from tests.lab.grid.resolved import ROOT, mean_caption, resolved, unequal
+from tests.lab.grid.resolved import ROOT, resolved, targets_of_a_row, unequal
 
-
-@pytest.fixture(scope="module")
-def competition():
-    return resolved("configs/claims/norm_competition.yaml", seed=1)
-
-
-@pytest.fixture(scope="module")
-def mechanisms():
-    return resolved("configs/claims/norm_competition_mechanisms.yaml", seed=61)
-
-
-@pytest.fixture(scope="module")
-def real():
-    return resolved("configs/claims/norm_competition_real.yaml", seed=41)
-
-
-@pytest.fixture(scope="module")
-def late():
-    return resolved("configs/failures/late.yaml", seed=11)
+MECHANISMS = "configs/claims/norm_competition_mechanisms.yaml"
+REAL = "configs/claims/norm_competition_real.yaml"
+LATE = "configs/failures/late.yaml"
 
 
 def trained_targets(run: RunConfig) -> int:
@@ -44,8 +28,8 @@ def trained_targets(run: RunConfig) -> int:
     return run.data.batch_size * per_row
 
 
-def test_the_primary_contrasts_change_one_thing_each(competition):
-    _, runs = competition
+def test_the_primary_contrasts_change_one_thing_each():
+    _, runs = resolved("configs/claims/norm_competition.yaml", seed=1)
     for rate in ("low", "high", "edge"):
         mid = runs[f"mid-{rate}"]
         entropies = {"data.dial.entropy.text", "data.dial.entropy.image"}
@@ -66,8 +50,8 @@ def test_the_primary_contrasts_change_one_thing_each(competition):
     assert trained_targets(runs["mid-low"]) != trained_targets(runs["image_off_16-low"])
 
 
-def test_each_mechanism_is_removed_from_the_same_run(mechanisms):
-    _, runs = mechanisms
+def test_each_mechanism_is_removed_from_the_same_run():
+    _, runs = resolved(MECHANISMS, seed=61)
     for name in ("sink", "qk", "adamh", "embed_norm", "split", "untie_norms", "untie_qk", "untie_mlp", "batch"):
         changed = unequal(runs["hi"], runs[name]) - {"backend"}
         assert len(changed) == 1, (name, changed)
@@ -81,21 +65,9 @@ def test_each_mechanism_is_removed_from_the_same_run(mechanisms):
 # On the shipped pairs ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def per_sequence():
-    """Return the mean number of trained targets of a sequence, from the captions and the layout of a row alone.
-
-    A text row has a target for each of its tokens except ``<bos>``. A pair has targets for its caption, three special
-    tokens and an image of 64 codes; beside an image there is room for 60 tokens of a caption. A caption alone is
-    followed by one special token.
-    """
-    beside, alone = mean_caption(60), mean_caption(126)
-    return {"text": 0.75 * (beside + 3) + 0.25 * 127, "image": 0.75 * 64, "captions": 0.75 * (alone + 1) + 0.25 * 127}
-
-
-def test_matched_targets_are_counted_in_the_data(real, per_sequence):
-    _, runs = real
-    text, image, captions = (per_sequence[name] for name in ("text", "image", "captions"))
+def test_matched_targets_are_counted_in_the_data():
+    _, runs = resolved(REAL, seed=41)
+    text, image, captions = targets_of_a_row(128).values()
     assert (text, image, captions) == pytest.approx((55.06, 48.0, 54.16), abs=0.01)  # as the grid states
     assert {run.data.seq_len for name, run in runs.items() if name != "text-only"} == {128}
     total = runs["plain"].data.batch_size * (text + image)
@@ -108,9 +80,9 @@ def test_matched_targets_are_counted_in_the_data(real, per_sequence):
         assert wrong != pytest.approx(total, rel=0.02)
 
 
-def test_the_codebooks_differ_in_their_image_codes_alone(real):
+def test_the_codebooks_differ_in_their_image_codes_alone():
     """The test computes the entropy of the codes from their counts in 200 images."""
-    _, runs = real
+    _, runs = resolved(REAL, seed=41)
     pairs = islice(read_pairs(ROOT / "data/emoji", "train"), 200)
     images_BCHW = torch.stack([to_tensor(pair.image) for pair in pairs])
     entropies, texts = [], set()
@@ -128,20 +100,18 @@ def test_the_codebooks_differ_in_their_image_codes_alone(real):
 # Late failure -------------------------------------------------------------------------------------------------------
 
 
-def test_targets_per_step_are_matched(late):
+def test_targets_per_step_are_matched():
     """The targets are counted from the captions and the layout of a row, as above."""
-    _, runs = late
+    _, runs = resolved(LATE, seed=11)
     mixed = runs["mixed"].data
-    beside = mixed.seq_len - 128 + 60  # room for a caption beside an image of 64 codes and its special tokens
-    of_text, of_image = 0.75 * (mean_caption(beside) + 3) + 0.25 * (mixed.seq_len - 1), 0.75 * 64
+    of_text, of_image, _ = targets_of_a_row(mixed.seq_len).values()
     total = mixed.batch_size * (of_text + of_image)
     assert total == pytest.approx(537.3, abs=1)  # as the grid states
     removed, only = runs["images-removed"].data, runs["text-only"].data
-    captions_alone = 0.75 * (mean_caption(removed.seq_len - 2) + 1) + 0.25 * (removed.seq_len - 1)
     counts = {
         "image-off": runs["image-off"].data.batch_size * of_text,
         "text-only": only.batch_size * (only.seq_len - 1),
-        "images-removed": removed.batch_size * captions_alone,
+        "images-removed": removed.batch_size * targets_of_a_row(removed.seq_len)["captions"],
     }
     for arm, count in counts.items():
         assert count == pytest.approx(total, rel=0.01), arm
@@ -149,9 +119,9 @@ def test_targets_per_step_are_matched(late):
     assert mixed.batch_size * of_text != pytest.approx(total, rel=0.1)
 
 
-def test_the_rehearsal_trains_the_same_settings(late):
+def test_the_rehearsal_trains_the_same_settings():
     """The rehearsal differs from the study only in the run length."""
-    _, runs = late
+    _, runs = resolved(LATE, seed=11)
     _, rehearsal = resolved("configs/failures/late_rehearsal.yaml", seed=11)
     assert unequal(runs["mixed"], rehearsal["mixed"]) == {"trainer.max_steps", "checkpoint.keep"}
     assert unequal(runs["mixed-qk"], rehearsal["mixed-qk"]) == {"trainer.max_steps"}

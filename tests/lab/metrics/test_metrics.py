@@ -1,11 +1,11 @@
 """Compare the metrics of claims with planted numbers."""
 
-import importlib.util
 import json
 import math
 from collections import defaultdict
 from pathlib import Path
 
+import norm_competition_check as check
 import numpy as np
 import pytest
 
@@ -17,19 +17,12 @@ from tests.lab.fake_runs import UNIGRAM, Planted, write_run
 from tests.lab.small_runs import small_run
 
 largest_attention_logit = METRICS["largest_attention_logit"].measure
-CHECK = Path(__file__).parents[3] / "docs/experiments/norm_competition_check.py"
 PACK = Path(__file__).parents[3] / "reports/examples/norm_competition_large.zip"
 
 
 def run_of(tmp_path, planted, **kwargs):
     write_run(tmp_path / "x", planted, **kwargs)
     return read_runs(tmp_path)[0]
-
-
-def independent_script():
-    spec = importlib.util.spec_from_file_location("check", CHECK)
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
 
 
 def append(tmp_path, text):
@@ -62,14 +55,12 @@ def test_the_end_of_a_short_run_has_no_probe_of_the_untrained_model(tmp_path, pr
     run = small_run(tmp_path / "x", {f"{name}/text": probes for name in ("final_norm", "q_norm")})
     assert METRICS["final_norm"].measure(run, "text") == end
     # The independent script has the same rule.
-    check = independent_script()
     rows = [{"step": step, "q_norm/text": x, "final_norm/text": x} for step, x in probes.items()]
     assert math.exp(check.value("final_norm/text", rows, True)) == pytest.approx(end)
 
 
 @pytest.mark.slow
 def test_the_independent_script_measures_the_norms_of_a_shipped_pack_as_mmqk_does():
-    check = independent_script()
     metrics = {(name, modality) for name in check.REDUCED for modality in ("text", "image", "")}
     names = {f"{name}/{modality}" if modality else name for name, modality in metrics}
     arms, _ = check.load(check.reader(PACK), names, defaultdict(str))
@@ -116,10 +107,7 @@ def test_diverged_run_counts_as_what_was_measured(tmp_path):
 
 
 def test_a_run_without_probes_was_not_measured(tmp_path):
-    path = tmp_path / "x"
-    path.mkdir()
-    (path / "metrics.jsonl").write_text('{"step": 1, "loss/text": 3.0}\n')
-    run = read_runs(tmp_path)[0]
+    run = small_run(tmp_path / "x", {"loss/text": [3.0]})
     assert math.isnan(largest_attention_logit(run))
     assert math.isnan(METRICS["largest_attention_logit"].worst_seen(run, None))
     assert math.isnan(final_loss(run, "image").value)
@@ -174,35 +162,27 @@ def test_a_modality_without_a_loss_is_not_trained(tmp_path):
 
 
 def test_norms_weigh_layers_and_modalities_alike(tmp_path):
-    path = tmp_path / "x"
-    path.mkdir()
-    tags = {"q_norm/text/layer00": 1, "q_norm/text/layer01": 3, "q_norm/image/layer00": 5, "q_norm/image/layer01": 7}
-    (path / "metrics.jsonl").write_text(json.dumps({"step": 1} | tags) + "\n")
-    run = read_runs(tmp_path)[0]
+    norms = {"text/layer00": 1, "text/layer01": 3, "image/layer00": 5, "image/layer01": 7}
+    run = small_run(tmp_path / "x", {f"q_norm/{place}": [norm] for place, norm in norms.items()})
     assert METRICS["q_norm"].measure(run, None) == 4 and METRICS["q_norm"].measure(run, "image") == 6
 
 
 def test_the_product_of_norms_is_the_geometric_mean_over_layers(tmp_path):
-    path = tmp_path / "x"
-    path.mkdir()
-    probe = {"q_norm/text/layer00": 2, "k_norm/text/layer00": 3, "q_norm/text/layer01": 8, "k_norm/text/layer01": 1}
-    other = {f"{norm}_norm/image/layer0{layer}": 1000 for norm in "qk" for layer in (0, 1)}
-    lines = [probe | other | {"step": step} for step in (1, 2, 3)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    norms = {"q_norm/text/layer00": 2, "k_norm/text/layer00": 3, "q_norm/text/layer01": 8, "k_norm/text/layer01": 1}
+    norms |= {f"{norm}_norm/image/layer0{layer}": 1000 for norm in "qk" for layer in (0, 1)}
+    series = {tag: [norm] * 3 for tag, norm in norms.items()}
     measure = METRICS["qk_norm_product"].measure
-    run = read_runs(tmp_path)[0]
+    run = small_run(tmp_path / "x", series)
     assert measure(run, "text") == pytest.approx(math.sqrt(2 * 3 * 8 * 1))
     # The control: the product of the arithmetic means differs. Without a modality, the metric is the geometric mean
     # of the values of text and image, with equal weights.
     assert measure(run, "text") != pytest.approx((2 + 8) / 2 * (3 + 1) / 2, rel=0.1)
     assert measure(run, None) == pytest.approx(math.sqrt(math.sqrt(48) * 1000**2))
     assert math.isnan(measure(run, "audio"))
-    del lines[2]["k_norm/text/layer01"]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert METRICS["qk_norm_product"].series(read_runs(tmp_path)[0], "text")[1][-1] == pytest.approx(4 * 3)
-    lines[2] |= {"k_norm/text/layer01": "nan"}
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert measure(read_runs(tmp_path)[0], "text") == math.inf
+    absent = small_run(tmp_path / "absent", series | {"k_norm/text/layer01": [1.0, 1.0]})
+    assert METRICS["qk_norm_product"].series(absent, "text")[1][-1] == pytest.approx(4 * 3)
+    nan = small_run(tmp_path / "nan", series | {"k_norm/text/layer01": [1.0, 1.0, math.nan]})
+    assert measure(nan, "text") == math.inf
 
 
 def test_a_loss_that_is_off_is_not_trained(tmp_path):

@@ -1,6 +1,5 @@
 """The order of growth, the parts of an attention logit, and the part of the mean squared logit that grew."""
 
-import json
 import math
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from mmqk.lab.metrics import METRICS, find_metric
 from mmqk.lab.metrics.probes import growth_order
-from mmqk.lab.runs import read_runs
 from tests.lab.small_runs import small_run
 
 STEPS = range(0, 201, 20)
@@ -16,18 +14,8 @@ STEPS = range(0, 201, 20)
 
 def run_of(folder, warmup=40, **series):
     """Return a run with these series, given as functions of the step; ``__`` in a name means ``/``."""
-    folder.mkdir(parents=True)
-    config = {"optim": {"warmup_steps": warmup}} if warmup is not None else {}
-    (folder / "run.json").write_text(json.dumps({"id": "0", "details": {"config": config}}))
-    (folder / "status.json").write_text(json.dumps({"status": "completed", "step": 200}))
-    lines = []
-    for step in STEPS:
-        values = {name.replace("__", "/"): value(step) for name, value in series.items()}
-        finite = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
-        lines.append(json.dumps({"step": step, **finite}))
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (run,) = read_runs(folder)
-    return run
+    by_step = {name.replace("__", "/"): {step: of(step) for step in STEPS} for name, of in series.items()}
+    return small_run(folder, by_step, config={"optim": {"warmup_steps": warmup}} if warmup is not None else {})
 
 
 def places(run):

@@ -1,12 +1,10 @@
-"""Control a headless Chromium over its debugging pipe: read the content and console errors of a page, and take
-screenshots.
+"""Control a headless Chromium over its debugging pipe, and read the content and console errors of a page.
 
 The pipe is two file descriptors. Each JSON message ends with a NUL byte; no port and no websocket is used.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -16,7 +14,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 # Seconds to wait for an answer from the browser; on a loaded machine a page can need minutes.
@@ -89,16 +86,12 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, javascript: str, timeout: float = GUARD_S) -> Any:
-        """Evaluate an expression until it is true, at most ``timeout`` seconds, and return its last value."""
-        end = time.monotonic() + timeout
+    def wait(self, javascript: str) -> Any:
+        """Evaluate an expression until it is true, at most `GUARD_S` seconds, and return its last value."""
+        end = time.monotonic() + GUARD_S
         while not (value := self.value(javascript)) and time.monotonic() < end:
             time.sleep(0.2)
         return value
-
-    def screenshot(self, path: Path) -> None:
-        data = self.call("Page.captureScreenshot", format="png")["data"]
-        path.write_bytes(base64.b64decode(data))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The page of a report in headless Chromium: opened from a file, wide, narrow, by keyboard, dark, and printed."""
+"""The page of a report in headless Chromium: opened from a file, wide, narrow, by keyboard and dark."""
 
 import csv
 from pathlib import Path
@@ -52,10 +52,10 @@ def page():
         yield page
 
 
-def show(page, report, width=1280, media="", scheme="light", anchor="", script=True):
+def show(page, report, width=1280, scheme="light", anchor="", script=True):
     scheme = [{"name": "prefers-color-scheme", "value": scheme}]
     page.call("Emulation.setScriptExecutionDisabled", value=not script)
-    page.call("Emulation.setEmulatedMedia", media=media, features=scheme)
+    page.call("Emulation.setEmulatedMedia", media="", features=scheme)
     page.call("Emulation.setDeviceMetricsOverride", width=width, height=SCREEN, deviceScaleFactor=1, mobile=False)
     page.open("about:blank")  # a new anchor alone would not load the page again
     page.open(report.as_uri() + anchor)

@@ -12,15 +12,6 @@ from tests.lab.fake_runs import Planted, write_demo
 from tests.lab.page.report_runs import RATES, write_sweep
 
 
-def of_claim(tmp_path, planted=None, **kwargs):
-    study = load_study(write_demo(tmp_path / "demo", planted, **kwargs))
-    return study, {verdict.claim.id: verdict for verdict in judge(study)}
-
-
-def row_of(study, found, id="C2"):
-    return next(row for row in claim_rows(study, list(found.values())) if row["id"] == id)
-
-
 def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
     """Neither the table nor the figure of a claim shows values that the verdict does not use."""
     folder = write_sweep(tmp_path / "sweep", widths=(64,))
@@ -49,7 +40,8 @@ def test_the_opposite_of_a_claim_is_not_its_reproduction(tmp_path, direction, ve
     claim = {"statement": "a tenth of the learning rate lowers the final image loss", "metric": "final_loss/image",
              "treatment": "mixed", "control": "mixed-qk", "min_effect": 0.1, "direction": direction}  # fmt: skip
     planted = {"mixed": Planted(60.0, {"text": 3.4, "image": 4.77}), "mixed-qk": Planted(8.5)}
-    study, found = of_claim(tmp_path, planted, change=lambda grid: grid["claims"][0].update(claim))
-    row = row_of(study, found)
+    study = load_study(write_demo(tmp_path, planted, change=lambda grid: grid["claims"][0].update(claim)))
+    found = judge(study)
+    row = next(row for row in claim_rows(study, found) if row["id"] == "C2")
     assert row["verdict"] == verdict and row["tested"].startswith(tested) and row["effect"].startswith("+0.17")
-    assert found["C2"].as_record()["tested"] == tested
+    assert found[0].as_record()["tested"] == tested

@@ -13,8 +13,8 @@ from mmqk.lab.page.drawing import Drawing
 from mmqk.lab.page.figures import ALL_POINTS, FEWEST, binned, by_layer, hero, layer_lines, points_a_line, thinned
 from mmqk.lab.page.sweeps import learning_rates, sweeps
 from mmqk.lab.study import load_study
-from tests.lab.fake_runs import write_demo
-from tests.lab.page.report_runs import RATES, START, WIDTHS, write, write_sweep
+from tests.lab.fake_runs import LAYERS, START, Planted, write_demo, write_run
+from tests.lab.page.report_runs import RATES, WIDTHS, planted_loss, write_sweep
 from tests.lab.small_runs import small_run
 
 
@@ -111,9 +111,9 @@ def test_lines_of_layers_are_medians_of_the_layers_that_have_attention(tmp_path,
 
 
 def parameters(width):
-    """Return the number of parameters of 2 layers: attention has 4 d², and a gated MLP has width 8/3 d, rounded up to
-    a multiple of 16."""
-    return 2 * (4 * width**2 + 3 * width * 16 * math.ceil(8 * width / 3 / 16))
+    """Return the number of parameters: in each layer attention has 4 d², and a gated MLP has width 8/3 d, rounded up
+    to a multiple of 16."""
+    return LAYERS * (4 * width**2 + 3 * width * 16 * math.ceil(8 * width / 3 / 16))
 
 
 def rates_of(sweep):
@@ -128,9 +128,8 @@ def test_sweeps_are_runs_that_differ_in_rate_and_size_alone(sweep, tmp_path):
         assert {run.setting("model.qk_norm.kind") for run in one.runs} in ({"none"}, {"rms"})
     # Runs without a grid are also a sweep; runs with two learning rates are not.
     for number, rate in enumerate(RATES):
-        write(tmp_path / "plain" / f"r{number}", settings={"optim.lr": rate})
-        if number < 2:
-            write(tmp_path / "two" / f"r{number}", settings={"optim.lr": rate})
+        for folder in ("plain", "two")[: 2 if number < 2 else 1]:
+            write_run(tmp_path / folder / f"r{number}", Planted(9.0), settings={"optim.lr": rate})
     assert [rates_of(s) for s in sweeps(load_study(tmp_path / "plain"))] == [list(RATES)]
     assert sweeps(load_study(tmp_path / "two")) == []
 
@@ -160,7 +159,7 @@ def test_sensitivity_is_the_mean_above_the_best_rate(sweep):
     expected = []
     for qk in (False, True):
         for number, width in enumerate(WIDTHS):
-            losses = [4.5 - 0.2 * number + abs(math.log10(lr / 0.01)) * (0.2 if qk else 0.5) for lr in RATES]
+            losses = [planted_loss(number, lr, qk) for lr in RATES]
             if not qk and width >= 128:
                 losses[-1] = START["text"]
             expected.append((parameters(width), sum(loss - min(losses) for loss in losses) / len(losses)))

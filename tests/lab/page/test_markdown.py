@@ -37,17 +37,6 @@ CHANGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory, module_without_figures):
-    """Return report.md of two copies of the runs: with plain words and with hostile words in every text field."""
-    root = tmp_path_factory.mktemp("pages")
-    found = {}
-    for name, change in CHANGES.items():
-        write_report(write_demo(root / name, change=change), root / f"{name}-report")
-        found[name] = (root / f"{name}-report" / "report.md").read_text()
-    return found
-
-
 def parsed(page):
     """Return the tokens of a page, with those inside of them, of a parser of GitHub's Markdown."""
     parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
@@ -58,9 +47,12 @@ def targets_of(tokens):
     return [t.attrs.get("href") or t.attrs.get("src") for t in tokens if t.type in ("link_open", "image")]
 
 
-def test_a_parser_sees_the_marks_of_the_page_alone(pages):
+@pytest.mark.usefixtures("without_figures")
+def test_a_parser_sees_the_marks_of_the_page_alone(tmp_path):
     kinds = {}
-    for name, page in pages.items():
+    for name, change in CHANGES.items():
+        write_report(write_demo(tmp_path / name, change=change), tmp_path / f"{name}-report")
+        page = (tmp_path / f"{name}-report/report.md").read_text()
         tokens = parsed(page)
         targets = targets_of(tokens)
         assert targets and all(target.startswith("figures/") for target in targets)
@@ -75,7 +67,7 @@ def test_a_parser_sees_the_marks_of_the_page_alone(pages):
     # The control: the parser finds a link that is not escaped.
     assert targets_of(parsed("a [b](c) \\[d\\](e)")) == ["c"]
     # GitHub reads a dollar as mathematics, the parser does not.
-    assert not re.findall(r"(?<!\\)\$", prose(pages["hostile"]))
+    assert not re.findall(r"(?<!\\)\$", prose(page))
 
 
 def prose(page):

@@ -20,7 +20,6 @@ from mmqk.lab.page.tables import arm_table, tokens
 from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import judge
 from tests.lab.fake_runs import Planted, write_demo, write_run
-from tests.lab.page.report_runs import write
 
 FIGURES = ("hero", "claim-C2", "claim-C10", "claim-C13", "entropy", "norms", "final_norm", "layers", "shown")
 
@@ -203,12 +202,12 @@ def test_two_other_modalities_and_arms_get_the_same_page(tmp_path, without_figur
 
 
 def test_a_fork_costs_what_it_reads_itself(tmp_path):
-    for name, start, end in (("plain", 0, 100), ("late", 40, 100), ("hot", 70, 90)):
-        parent = {"parent": {"id": "0123456789", "folder": "elsewhere", "step": start}} if start else None
-        write(tmp_path / name, start=start, end=end, fork=parent)
+    for name, start, end in (("plain", 0, None), ("late", 40, None), ("hot", 70, 90)):
+        fork = {"parent": {"id": "0123456789", "folder": "elsewhere", "step": start}} if start else None
+        write_run(tmp_path / name, Planted(9.0, diverges=end), fork=fork)
     read_by = {run.name: tokens(run) for run in load_study(tmp_path).runs}
-    # A step has 8 sequences of 128 tokens. `plain` trains 100 steps, `late` 60 from step 40, `hot` 20 from step 70.
-    assert read_by == {"plain": 102_400, "late": 61_440, "hot": 20_480}
+    # A step has 8 sequences of 128 tokens. `plain` trains 200 steps, `late` 160 from step 40, `hot` 20 from step 70.
+    assert read_by == {"plain": 204_800, "late": 163_840, "hot": 20_480}
 
 
 def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
@@ -231,6 +230,7 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
         assert "run.json" not in page and "Results by arm" not in page and "Text loss" not in page
 
 
+# `mmqk.report` in a process that cannot import torch.
 FRONT_DOOR = """
 import sys
 
@@ -247,14 +247,6 @@ sys.exit(cli_main(main)(sys.argv[1:]))
 """
 
 
-def front_door(*args, cwd=None):
-    """Run `mmqk.report` in a process that cannot import torch."""
-    source = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FRONT_DOOR, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
-
-
 def test_figures_of_an_earlier_report_are_removed_and_files_of_others_are_kept(demo, tmp_path, without_figures):
     out, alone, before = tmp_path / "out", tmp_path / "alone", demo[1]
     shutil.copytree(before, out)
@@ -266,7 +258,10 @@ def test_figures_of_an_earlier_report_are_removed_and_files_of_others_are_kept(d
 
 
 def test_front_door_reports_the_same_bytes_again_without_torch(demo, tmp_path):
-    done = front_door(demo[0], cwd=tmp_path)
+    source = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FRONT_DOOR, str(demo[0])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "reports/demo/index.html"
     assert "C2: reproduced" in done.stdout

@@ -1,12 +1,13 @@
 """Tables of the study pages agree with the scripts in docs/experiments that compute them from the shipped packs."""
 
-import importlib.util
 import json
 import math
 import re
 from collections import defaultdict
 from pathlib import Path
 
+import late_prediction as late
+import norm_competition_check as check
 import pytest
 
 import mmqk
@@ -16,12 +17,6 @@ EXAMPLES = ROOT / "reports/examples"
 RATIO = re.compile(r"×([\d.]+) \(([\d.]+) to ([\d.]+)\)")
 
 pytestmark = pytest.mark.slow
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/experiments/{name}.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
 
 
 def cells(page, first):
@@ -40,7 +35,6 @@ def near(cell, numbers):
 
 
 def test_the_effects_of_an_entropy_gap_are_those_of_the_packs():
-    check = script("norm_competition_check")
     columns = [("norm_competition", "-low", 1), ("norm_competition", "-high", 2), ("norm_competition_large", "", 3)]
     new = [("final_norm", "-low", 1), ("final_norm", "-high", 2)]
     arms, names = {}, {f"final_norm/{modality}" for modality in ("text", "image")}
@@ -65,7 +59,6 @@ def test_the_effects_of_an_entropy_gap_are_those_of_the_packs():
 
 
 def test_the_noise_of_the_batches_and_the_text_loss_alone_are_those_of_the_pack():
-    late = script("late_prediction")
     runs = [run for run in mmqk.load_runs(EXAMPLES / "late.zip") if run.status.finished and run.role == "verdict"]
     for arm, seed, *numbers in late.batch_rows(runs):
         first = f"mixed {seed} |" if arm == "mixed" else f"a third of the learning rate, {seed} |"

@@ -13,21 +13,7 @@ from mmqk.config.training import OptimConfig
 from mmqk.lab.grid.arms import flags
 from mmqk.lab.grid.claims import claims_hash
 from mmqk.store import UserError, identity_hash, read_status
-
-GRID = """
-name: toy
-base: base.yaml
-seeds: [0, 1]
-quick: [good]
-arms:
-  good: {set: {act: finish}}
-  wild: {seeds: [0], set: {act: diverge}}
-"""
-
-
-@pytest.fixture
-def toy(world):
-    return lambda *argv, grid=GRID: world(*argv, grid=grid)
+from tests.lab.runner.conftest import GRID
 
 
 def test_a_grid_becomes_runs_a_record_and_a_table(toy, tmp_path, capsys, monkeypatch):

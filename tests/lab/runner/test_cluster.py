@@ -105,19 +105,38 @@ def test_a_run_that_another_process_took_first_is_waited_for_and_has_not_failed(
 
     (outcome,) = Pool([task], 1, Local("fake_train:main", ("fake_train",)), tick=tick).run().values()
     assert "running" in seen and "failed" not in seen
+    assert (task.folder / "train.log").read_text().count("argv") == 1
     assert (outcome.status, outcome.step) == ("completed", 4)
 
 
-def test_minutes_stop_the_runs_in_order_and_the_next_call_goes_on(world, tmp_path, capsys):
+def on_tick(monkeypatch, tick):
+    """Call ``tick`` with the pool, between its looks at the runs."""
+
+    class Watching(watch.PoolProgress):
+        def __call__(self, pool):
+            tick(pool)
+
+    monkeypatch.setattr(watch, "PoolProgress", Watching)
+
+
+def test_minutes_stop_the_runs_in_order_and_the_next_call_goes_on(world, monkeypatch, capsys):
     grid = GRID.replace("{size: 3}", "{act: hang}")
-    assert world("--max-minutes", "0.02", "--jobs", "3", grid=grid) == 130
-    captured = capsys.readouterr()
-    assert "0.02 minutes are over: run the same command again to resume" in captured.err
-    hanging = [read_status(path) for path in Path("runs/toy").glob("b-*/seed*")]
-    assert {status.status for status in hanging} == {"interrupted"}
+
+    def hanging():
+        return [read_status(path) for path in Path("runs/toy").glob("b-*/seed*")]
+
+    def tick(pool):
+        if sum(status is not None and status.step == 2 for status in hanging()) == 2:
+            pool.until = 0.0  # the minutes are over
+
+    on_tick(monkeypatch, tick)
+    assert world("--max-minutes", "1000", "--jobs", "3", grid=grid) == 130
+    assert "1000 minutes are over: run the same command again to resume" in capsys.readouterr().err
+    assert [status.status for status in hanging()] == ["interrupted"] * 2
+    on_tick(monkeypatch, lambda pool: None)
     for path in Path("runs/toy").glob("b-*"):
         (path / "let-go").touch()
-    assert world("--max-minutes", "5", grid=grid) == 0
+    assert world("--max-minutes", "1000", grid=grid) == 0
     assert len(finished("runs/toy")) == 6
 
 
@@ -132,11 +151,7 @@ def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
             for path in Path("runs/toy").glob("*-*"):
                 (path / "let-go").touch()
 
-    class Watching(watch.PoolProgress):
-        def __call__(self, pool):
-            tick(pool)
-
-    monkeypatch.setattr(watch, "PoolProgress", Watching)
+    on_tick(monkeypatch, tick)
     assert world(grid=grid) == 0  # one run per GPU at the same time
     assert ["3", "5"] in seen and max(map(len, seen)) == 2
     said = [re.findall(r"^device (\S+)$", log.read_text(), re.M) for log in Path("runs").rglob("train.log")]

@@ -10,17 +10,10 @@ from mmqk.lab.runner.plan import Plan
 from mmqk.lab.runner.session import write_record
 from mmqk.lab.study import load_study
 from mmqk.store import UserError
+from tests.lab.runner.conftest import GRID as ARMS
 
-GRID = """
-name: toy
-base: base.yaml
-seeds: [0, 1]
-arms:
-  good: {set: {act: finish}}
-  wild: {seeds: [0], set: {act: diverge}}
-claims:
-  - {id: A, statement: more, treatment: good, control: wild, min_effect: 0.5, direction: greater}
-"""
+CLAIM = "{id: A, statement: more, treatment: good, control: wild, min_effect: 0.5, direction: greater}"
+GRID = f"{ARMS}claims: [{CLAIM}]\n"
 CHANGED = GRID.replace("0.5", "0.1")
 RECORD = Path("runs/toy/ablation.json")
 

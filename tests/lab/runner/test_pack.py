@@ -9,22 +9,10 @@ import pytest
 from mmqk.lab.grid.claims import claims_hash
 from mmqk.store import read_status
 from mmqk.store.pack import write_pack
+from tests.lab.runner.conftest import GRID
 
-GRID = """
-name: toy
-base: base.yaml
-seeds: [0, 1]
-arms:
-  good: {set: {act: finish}}
-  wild: {seeds: [0], set: {act: diverge}}
-"""
 CLAIM = "claims:\n  - {id: A, treatment: good, control: wild, min_effect: 0.5, direction: greater}\n"
 OUT = Path("runs/toy")
-
-
-@pytest.fixture
-def toy(world):
-    return lambda *argv, grid=GRID: world(*argv, grid=grid)
 
 
 @pytest.fixture

@@ -119,31 +119,6 @@ def test_a_folder_that_cannot_be_written_fails_that_run_only(fake, tmp_path):
     assert fine.status == "completed"
 
 
-def test_a_folder_that_another_process_holds_is_waited_for(fake, tmp_path):
-    held, free = make_task(tmp_path, "finish"), make_task(tmp_path, "finish", seed=1)
-    code = """
-import sys
-from fake_train import identity_of
-from mmqk.store import RunFolder
-run = RunFolder.open(sys.argv[1], identity_of("finish", 0), {})
-print("go", flush=True)
-sys.stdin.readline()
-run.set_status("completed", 4)
-"""
-    command = [sys.executable, "-c", code, str(held.folder)]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdout.readline() == b"go\n"
-
-    def let_go(pool):
-        if pool.outcomes[free].status == "completed" and not other.stdin.closed:
-            assert pool.outcomes[held].status == "waiting" and is_locked(held.folder)
-            other.communicate(b"\n")
-
-    outcomes = make_pool([held, free], jobs=1, tick=let_go).run()
-    assert [outcome.status for outcome in outcomes.values()] == ["completed", "completed"]
-    assert not (held.folder / "train.log").exists()
-
-
 DRIVER = """
 import json, os, sys
 from pathlib import Path
@@ -156,14 +131,16 @@ def tick(pool):
     pids = {task.arm: running.run.process.pid for task, running in pool.running.items()}
     Path(out, "pids.tmp").write_text(json.dumps(pids))
     os.replace(Path(out, "pids.tmp"), Path(out, "pids"))
+    if any(task.arm == last and o.status == "interrupted" for task, o in pool.outcomes.items()):
+        pool._deadline = 0.0  # the grace is over
 
 if __name__ == "__main__":
-    out, acts, grace = sys.argv[1], sys.argv[2].split(","), float(sys.argv[3])
+    out, acts, last = sys.argv[1], sys.argv[2].split(","), sys.argv[3]
     tasks = []
     for act in acts:
         args, id = ("--act", act, "--seed", "0"), identity_hash(identity_of(act, 0))
         tasks.append(Task(act, 0, args, Path(out, act, "seed0"), id))
-    pool = Pool(tasks, 2, Local("fake_train:main", ("fake_train",)), tick=tick, grace=grace)
+    pool = Pool(tasks, 2, Local("fake_train:main", ("fake_train",)), tick=tick, grace=3600.0)
     outcomes = pool.run()
     print(json.dumps({task.arm: [o.status, o.reason] for task, o in outcomes.items()}))
     sys.exit(128 + pool.signal_received if pool.signal_received else 0)
@@ -176,9 +153,10 @@ def drive(fake, tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     started = []
 
-    def drive(acts, grace=60.0):
+    def drive(acts, last=""):
+        """Start runs with these acts. Once the run ``last`` was interrupted, the grace of the others is over."""
         process = subprocess.Popen(
-            [sys.executable, str(tmp_path / "driver.py"), str(tmp_path), ",".join(acts), str(grace)],
+            [sys.executable, str(tmp_path / "driver.py"), str(tmp_path), ",".join(acts), last],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -219,7 +197,7 @@ def test_a_signal_lets_the_runs_end_in_order_and_a_second_call_goes_on(drive, tm
 
 
 def test_runs_that_do_not_obey_are_ended_and_those_not_begun_stay_so(drive, tmp_path):
-    process, pids = drive(["deaf", "hang", "finish"], grace=1.0)
+    process, pids = drive(["deaf", "hang", "finish"], last="hang")
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate()
     outcomes = json.loads(out)
@@ -233,7 +211,7 @@ def test_runs_that_do_not_obey_are_ended_and_those_not_begun_stay_so(drive, tmp_
 
 
 def test_a_second_signal_ends_the_runs_at_once(drive, tmp_path):
-    process, pids = drive(["deaf"], grace=3600.0)
+    process, pids = drive(["deaf"])
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None

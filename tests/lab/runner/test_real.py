@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from mmqk.store import read_json, read_metrics
 
 ROOT = Path(__file__).parents[3]
@@ -37,16 +35,11 @@ print(*(line for line in open(f"/proc/{server}/status") if line.startswith("Thre
 """
 
 
-@pytest.fixture
-def grid(tmp_path):
+def test_forks_of_a_real_run_are_known_before_it_and_made_after_it(tmp_path):
+    """Check against a known answer: the losses of a fork without a change equal those of its parent, bit for bit."""
     (tmp_path / "small.yaml").write_text(SMALL)
     (tmp_path / "real.yaml").write_text(GRID)
-    return tmp_path / "real.yaml"
-
-
-def test_forks_of_a_real_run_are_known_before_it_and_made_after_it(grid, tmp_path):
-    """Check against a known answer: the losses of a fork without a change equal those of its parent, bit for bit."""
-    arguments = ["--config", str(grid), "--out", str(tmp_path / "out"), "--jobs", "1"]
+    arguments = ["--config", str(tmp_path / "real.yaml"), "--out", str(tmp_path / "out"), "--jobs", "1"]
     done = subprocess.run([sys.executable, "-c", COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Threads:\t1\n" in done.stdout, "the server that forks the runs must have a single thread"

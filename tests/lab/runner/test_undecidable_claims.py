@@ -3,11 +3,6 @@
 import json
 
 import pytest
-import yaml
-
-from mmqk.lab.grid import load_grid
-from mmqk.lab.grid.decidable import decidable_claims
-from tests.lab.grid.resolved import ROOT
 
 ARMS = {"a": {"set": {"size": 1}}, "b": {"set": {"size": 2}}, "c": {"set": {"size": 3}}}
 CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2, "direction": "greater"}
@@ -100,8 +95,3 @@ def test_what_no_finding_could_support_is_refused_before_anything_is_written(wor
 def test_what_runs_could_support_is_accepted(world, capsys, what):
     claims, more = ACCEPTED[what]
     assert world("--dry-run", grid=grid(*claims, **more)) == 0, capsys.readouterr().err
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/ablations").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_claim_that_ships_could_be_supported(path):
-    assert len(decidable_claims(load_grid(path))) == len(yaml.safe_load(path.read_text()).get("claims") or ())

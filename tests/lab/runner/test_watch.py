@@ -63,8 +63,10 @@ def test_one_run_shows_its_worst_by_modality_with_the_layer(tmp_path, capsys, mo
     write_run(with_lock, alarms=[GROWTH])
     with open(with_lock / "metrics.jsonl", "ab") as file:
         file.write(b'{"step":50,"loss/te')  # a line that is still being written
-    os.utime(with_lock / "status.json", (time.time() - 100, time.time() - 100))
-    os.utime(with_lock / "metrics.jsonl", (time.time() - 20, time.time() - 20))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    os.utime(with_lock / "status.json", (now - 100, now - 100))
+    os.utime(with_lock / "metrics.jsonl", (now - 20, now - 20))
     said = shown(capsys, "--once", with_lock)
     row = next(line for line in said.splitlines() if line.startswith("run ") and "running" in line)
     # 40 of 200 steps took 80 s, so the remaining 160 steps take 320 s.
@@ -128,15 +130,17 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path):
     lock.release()
 
 
-def test_the_folder_of_attach_runs_on_between_its_probes(tmp_path):
+def test_the_folder_of_attach_runs_on_between_its_probes(tmp_path, monkeypatch):
     """`attach` writes no run.json and no lock, and its probes are minutes apart."""
     for name in ("attached", "trained"):
         write_run(tmp_path / name)
     (tmp_path / "attached/run.json").unlink()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
 
     def statuses(age):
         for path in tmp_path.glob("*/*.json*"):
-            os.utime(path, (time.time() - age, time.time() - age))
+            os.utime(path, (now - age, now - age))
         return {run.folder.name: run.look().status for run in follow([tmp_path])}
 
     assert statuses(10) == {"attached": "running", "trained": "running"}
@@ -204,6 +208,7 @@ def read_terminal(process, here, until, then):
 @pytest.mark.parametrize(("terminal", "redrawn"), [("xterm", True), ("dumb", False)])
 def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, terminal, redrawn):
     write_run(tmp_path / "r")
+    lock = lock_folder(tmp_path / "r")  # a run without a lock has stopped after a minute
     process, here = watch_in_terminal(tmp_path / "r", terminal)
 
     def interrupt(said):
@@ -213,5 +218,6 @@ def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, te
 
     frames = 3 if redrawn else 1
     said = read_terminal(process, here, lambda said: said.count(b"4.60") >= frames, interrupt)
+    lock.release()
     assert process.wait() == 0 and b"Traceback" not in said
     assert (b"\x1b[?25h" in said) is redrawn  # the cursor is shown again

@@ -12,6 +12,7 @@ from mmqk.lab.verdicts.judge import judge
 from mmqk.lab.verdicts.measure import BestRate, choose, distinguishable
 from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_grid
+from tests.lab.verdicts.test_claims import passed
 
 RATES = (0.01, 0.02, 0.04)
 # The arms have the same configuration; their difference is planted.
@@ -23,13 +24,13 @@ def planted(logit, excess):
     return Planted(logit, excess={"text": excess, "image": excess})
 
 
-def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RATES, claim=CLAIM):
+def own_best(tmp_path, excess, ran=None, rates=RATES):
     """Return the verdict on arms a and b; ``excess`` is the excess loss of each arm at each learning rate. The
     verdict runs of an arm have its best learning rate, or the one that ``ran`` names."""
     runs = []
-    for arm, logit, losses in zip("ab", logits, excess, strict=True):
+    for arm, logit, losses in zip("ab", (20.0, 10.0), excess, strict=True):
         for rate, loss in zip(rates, losses, strict=True):
-            for seed in range(seeds):
+            for seed in range(2):
                 entry = {"arm": f"{arm}-lr{rate:g}", "family": arm, "seed": 90 + seed, "role": "selection"}
                 entry["point"] = {"optim.lr": rate}
                 # These logits would reverse the verdict if they were used.
@@ -39,12 +40,8 @@ def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RAT
             ({"arm": arm, "family": arm, "seed": seed}, planted(logit, min(losses) + 0.001 * seed), {"optim.lr": best})
             for seed in range(6)
         ]
-    grid = {"arms": {"a": {}, "b": {}}, "claims": [claim], "lr": {"rule": "own_best", "metric": "final_excess"}}
+    grid = {"arms": {"a": {}, "b": {}}, "claims": [CLAIM], "lr": {"rule": "own_best", "metric": "final_excess"}}
     return judge(load_study(write_grid(tmp_path / "made", grid, runs)))[0]
-
-
-def passed(verdict):
-    return {control.name: control.passed for control in verdict.checks}
 
 
 def test_runs_that_chose_a_rate_decide_nothing(tmp_path):
@@ -111,17 +108,16 @@ def test_rates_are_told_apart_by_a_t_test_of_what_exchanging_them_costs():
 # Axes --------------------------------------------------------------------------------------------------------------
 
 
-def crossed(tmp_path, claim, slopes=(0.5, 0.1), drop=()):
+def crossed(tmp_path, claim):
     """Return a study of two families over an axis; the log of the largest logit has the slope of the family."""
     runs = []
-    for family, slope in zip("ab", slopes, strict=True):
+    for family, slope in (("a", 0.5), ("b", 0.1)):
         for depth in (2, 4, 8):
             for seed in range(4):
                 point = {"model.n_layers": depth}
                 entry = {"arm": f"{family}-n_layers{depth}", "family": family, "point": point, "seed": seed}
-                if (family, depth, seed) not in drop:
-                    of_seed = slope + 0.002 * seed  # otherwise the slopes have no spread
-                    runs.append((entry, Planted(10 * math.exp(of_seed * depth), spread=0.05), point))
+                of_seed = slope + 0.002 * seed  # otherwise the slopes have no spread
+                runs.append((entry, Planted(10 * math.exp(of_seed * depth), spread=0.05), point))
     grid = {"arms": {"a": {"label": "first"}, "b": {}}, "claims": [claim]}
     return load_study(write_grid(tmp_path / "made", grid, runs))
 

@@ -1,10 +1,9 @@
 """Test the whole pipeline on equal arms and on planted effects, with docs/experiments/null_arms.py."""
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
+import null_arms as null
 import numpy as np
 import pytest
 
@@ -13,17 +12,8 @@ from mmqk.lab.metrics import find_metric, metric_value
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def null():
-    spec = importlib.util.spec_from_file_location("null_arms", ROOT / "docs/experiments/null_arms.py")
-    module = sys.modules["null_arms"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["null_arms"]
-
-
 @pytest.mark.slow
-def test_a_thousand_splits_of_arms_that_are_alike(null):
+def test_a_thousand_splits_of_arms_that_are_alike():
     """With six claims, selected learning rates and a true effect of min_effect (the worst case), at most 6.5 % of the
     random splits of the seeds into arms have a false verdict."""
     rate = null.false_verdicts(null.SIX, draws=1000)
@@ -31,17 +21,17 @@ def test_a_thousand_splits_of_arms_that_are_alike(null):
 
 
 @pytest.mark.slow
-def test_without_its_rules_the_pipeline_is_wrong_more_often(null):
+def test_without_its_rules_the_pipeline_is_wrong_more_often():
     assert null.by_chance(60).value > 0.2
     assert null.false_verdicts(null.WITHOUT_HOLM, draws=100).value > 0.1
 
 
-def test_without_an_effect_nothing_is_reproduced(null):
+def test_without_an_effect_nothing_is_reproduced():
     assert null.false_verdicts(null.SIX, null.Planted(), draws=100).upper <= 0.065
 
 
 @pytest.mark.slow
-def test_a_planted_effect_is_found(null):
+def test_a_planted_effect_is_found():
     """The true effect is a factor of 2; the claim states a factor above 1.25."""
     planted = null.Planted(math.log(2))
     assert null.found(null.MATCHED, planted, draws=120).value >= 0.6
@@ -50,7 +40,7 @@ def test_a_planted_effect_is_found(null):
     assert null.found(null.TWELVE, planted, draws=60).value >= 0.95
 
 
-def test_the_series_are_those_of_the_file(null):
+def test_the_series_are_those_of_the_file():
     """The metrics of the runs equal the numbers computed by hand from the lines of the file."""
     lines = [line.split(",") for line in (ROOT / "docs/experiments/null_arms.csv").read_text().splitlines()]
     head, runs = lines[0], null.pool(null.Planted(math.log(3), 0.5))

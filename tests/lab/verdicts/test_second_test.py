@@ -1,30 +1,15 @@
 """The second test: its interval, the verdicts that it turns, and its rates of false verdicts in simulated nulls."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+import second_test as second
 from scipy import stats
 
 from mmqk.lab.effects import paired_effect, pooled_spread
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, one
-
-EXPERIMENTS = Path(__file__).parents[3] / "docs/experiments"
-
-
-@pytest.fixture(scope="module")
-def second():
-    sys.path.insert(0, str(EXPERIMENTS))
-    spec = importlib.util.spec_from_file_location("second_test", EXPERIMENTS / "second_test.py")
-    module = sys.modules["second_test"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(EXPERIMENTS))
-    del sys.modules["second_test"], sys.modules["null_arms"]
 
 
 def by_seed(values):
@@ -86,7 +71,7 @@ def test_three_seeds_reach_every_verdict(tmp_path, ratio, verdict, tail):
     assert one(tmp_path / "same", arms, [same], seeds=range(3)).verdict == "reproduced"
 
 
-def test_it_lowers_the_rate_of_false_verdicts_and_keeps_power(second):
+def test_it_lowers_the_rate_of_false_verdicts_and_keeps_power():
     """The second test lowers each rate of false verdicts. For normal arms both tests are right, and 6 seeds keep most
     of their power."""
     draws = 1500

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 from torch import nn
 
 from mmqk.monitors import attach
@@ -67,34 +66,6 @@ def test_the_adapter_of_the_documentation_adds_what_lies_beyond_the_attention_ca
     # Control: with the layers of the sites in reverse order, the comparison fails.
     turned = {(site, 7 - layer if layer >= 0 else layer): x for (site, layer), x in arrays.items()}
     assert not same(measured, brute_force.streams(turned, modality_of(ids), np.ones(ids.shape, bool), NAMES))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "attn", "mlp"),
-    [
-        ("chameleon", {}, "self_attn", "mlp"),
-        ("chameleon", {"swin_norm": True}, "input_layernorm", "post_attention_layernorm"),
-        ("gemma 2", {}, "post_attention_layernorm", "post_feedforward_layernorm"),
-    ],
-)
-def test_mmqks_own_adapters_leave_the_stream_to_its_detection(name, options, attn, mlp):
-    """For each placement of the norms, attn_out and mlp_out are the tensors that are added to the residual stream."""
-    family, kind, config, own, *_ = HUGGING_FACE[name]
-    model, (ids,), sites = hugging_face(family, kind, config, own | options), batches(1, B=2), {}
-    measured = attach(model, modality=IMAGE).probe(input_ids=ids).flat()
-    for n in range(2):
-        layer = model.get_submodule(f"model.layers.{n}")
-        for site, path in (("attn_out", attn), ("mlp_out", mlp), ("resid", "")):
-            layer.get_submodule(path).register_forward_hook(
-                lambda m, x, out, at=(site, n): sites.update({at: out[0] if isinstance(out, tuple) else out})
-            )
-    model.get_submodule("model.norm").register_forward_hook(lambda m, x, out: sites.update({("final", -1): x[0]}))
-    model(input_ids=ids)
-    arrays = {at: x.detach().double().numpy() for at, x in sites.items()}
-    expected = brute_force.streams(arrays, modality_of(ids), np.ones(ids.shape, bool), NAMES)
-    assert same(measured, expected) and len(expected) == 2 * 12 + 4 and "q_raw_norm/text/layer01" in measured
-    swapped = {({"attn_out": "mlp_out", "mlp_out": "attn_out"}.get(s, s), n): x for (s, n), x in arrays.items()}
-    assert not same(measured, brute_force.streams(swapped, modality_of(ids), np.ones(ids.shape, bool), NAMES))
 
 
 def test_the_adapter_is_found_behind_fully_shard():

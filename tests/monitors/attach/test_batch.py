@@ -11,16 +11,15 @@ import torch.nn.functional as F
 from mmqk.monitors import attach
 from mmqk.store import UserError
 from tests.monitors.attach.nets import Net, batches, loss_of
+from tests.monitors.preflight.families import model_of
 
 IMAGE = {"image": range(10, 40)}
 
 
-def llama(**options):
-    transformers = pytest.importorskip("transformers")
+def llama():
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
-    size = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size | options)).train()
+    return model_of("llama").train()
 
 
 def test_a_forward_without_gradients_is_not_the_batch_of_the_step():
@@ -41,7 +40,8 @@ def test_a_forward_without_gradients_is_not_the_batch_of_the_step():
     # Control: if both forwards have gradients, the later batch is probed.
     model(ids)
     model(other)
-    watch.step()
+    with torch.no_grad():
+        watch.step()
     assert torch.equal(seen.pop(), other[:4])
     with torch.no_grad():
         model(ids)

@@ -99,8 +99,6 @@ def pairs_of(keep_BT, kind):
     """Return a causal mask (B, 1, T, T) with this padding."""
     T = keep_BT.shape[1]
     visible = keep_BT[:, None, None].bool() & torch.ones(T, T, dtype=torch.bool).tril()
-    if kind == "padding sees itself":
-        visible |= torch.eye(T, dtype=torch.bool)
     return torch.zeros(visible.shape).masked_fill(~visible, -torch.inf) if kind == "additive" else visible
 
 

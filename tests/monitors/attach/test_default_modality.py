@@ -8,17 +8,10 @@ import pytest
 import torch
 
 from mmqk.monitors import attach, preflight
-from tests.monitors.preflight.families import IMAGE, IMAGE_TOKEN, TEXT, batch_of, model_of
+from tests.monitors.preflight.families import IMAGE, IMAGE_TOKEN, batch_of, model_of
 
-t = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 PLACEHOLDER = {"image": range(IMAGE_TOKEN, IMAGE_TOKEN + 1)}
-
-
-def llava():
-    vision = t.CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                                image_size=8, patch_size=4)  # fmt: skip
-    config = t.LlavaConfig(vision_config=vision, text_config=t.LlamaConfig(**TEXT), image_token_index=IMAGE_TOKEN)
-    return t.LlavaForConditionalGeneration(config)
 
 
 def llava_batch():
@@ -37,7 +30,7 @@ CASES = {
 @pytest.mark.parametrize("family", CASES)
 def test_the_ids_are_those_of_the_config(family, capsys):
     torch.manual_seed(0)
-    model, batch = (llava(), llava_batch()) if family == "llava" else (model_of(family), batch_of(family))
+    model, batch = model_of(family), llava_batch() if family == "llava" else batch_of(family)
     given, words = CASES[family]
     watch = attach(model, every_n_steps=1, strict=True)
     with warnings.catch_warnings():

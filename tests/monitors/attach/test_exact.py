@@ -115,25 +115,24 @@ def test_a_model_whose_ids_are_all_text_has_one_modality():
 
 
 def test_masks_of_each_sequence_are_those_of_the_call():
-    net, (ids,) = Net(["sdpa"] * 2), batches(1, B=3)
+    (ids,) = batches(1, B=3)
     document = torch.arange(16)[None] // torch.tensor([4, 8, 16])[:, None]
     mask = (document[:, :, None] == document[:, None, :])[:, None].tril()
 
     def sees(b, t, s):
         return s <= t and document[b, t] == document[b, s]
 
-    class Twin(Net):
+    class Masked(Net):
         def forward(self, ids):
             return super().forward(ids, mask)
 
-    twin = Twin(["sdpa"] * 2)
-    twin.load_state_dict(net.state_dict())
-    measured = attach(twin, modality=IMAGE).probe(ids=ids).flat()
+    net = Masked(["sdpa"] * 2)
+    measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
     modality = modality_of(ids)
-    for layer in twin.layers:
+    for layer in net.layers:
         layer.attention.keep = []
-    twin(ids)
-    for n, layer in enumerate(twin.layers):
+    net(ids)
+    for n, layer in enumerate(net.layers):
         q, k = (x.double().numpy() for x in layer.attention.keep[0])
         assert same(measured, brute_force.attention(q, k, 0.5, modality, sees, NAMES, n))
         assert not same(measured, brute_force.attention(q, k, 0.5, modality, causal, NAMES, n))

@@ -9,44 +9,34 @@ from torch import nn
 
 from mmqk.monitors import attach
 from mmqk.store import read_metrics
-from tests.monitors.attach.nets import D, H, Net, batches, loss_of
+from tests.monitors.attach.nets import D, H, Net, batches
 from tests.monitors.attach.test_sides import summary
+from tests.monitors.attach.test_watch import train
 
 IMAGE = {"image": range(10, 40)}
 
 
 class Fails(Net):
-    """Its forward fails in evaluation mode if ``reason`` is set."""
+    """Its forward in evaluation mode fails after the training steps in ``reasons``."""
 
-    reason: Exception | None = None
+    def __init__(self, reasons: dict[int, Exception]):
+        super().__init__(dropout=0.1)
+        self.reasons, self.trained = reasons, 0
 
     def forward(self, ids, mask=None):
         out = super().forward(ids, mask)
-        if self.reason is not None and not self.training:
-            raise self.reason
+        self.trained += self.training
+        if not self.training and self.trained in self.reasons:
+            raise self.reasons[self.trained]
         return out
 
 
-def trained(model, watch=None, reasons=()) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    torch.manual_seed(3)
-    for step, ids in enumerate(batches(8), start=1):
-        loss_of(model(ids), ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if watch is not None:
-            model.reason = dict(reasons).get(step)
-            watch.step()
-    return model.state_dict()
-
-
 def test_training_goes_on_and_later_probes_are_written(tmp_path, capsys):
-    plain = trained(Fails(dropout=0.1))
-    model = Fails(dropout=0.1)
-    watch = attach(model, modality=IMAGE, every_n_steps=2, out=tmp_path)
     again = ValueError("no such layer")
-    memory = torch.OutOfMemoryError("no memory")
-    weights = trained(model, watch, {2: again, 4: again, 6: memory}.items())
+    model = Fails({2: again, 4: again, 6: torch.OutOfMemoryError("no memory")})
+    watch = attach(model, modality=IMAGE, every_n_steps=2, out=tmp_path)
+    twin = Fails({})
+    weights, plain = train(model, model, 8, watch), train(twin, twin, 8)
     assert all(torch.equal(x, plain[name]) for name, x in weights.items()) and model.training
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [8]
     printed = capsys.readouterr().out
@@ -57,10 +47,10 @@ def test_training_goes_on_and_later_probes_are_written(tmp_path, capsys):
 
 
 def test_strict_raises_the_error():
-    model = Fails()
+    model = Fails({2: ValueError("no such layer")})
     watch = attach(model, modality=IMAGE, every_n_steps=2, strict=True)
     with pytest.raises(RuntimeError, match=r"\(ValueError: no such layer\)") as raised:
-        trained(model, watch, {2: ValueError("no such layer")}.items())
+        train(model, model, 8, watch)
     assert isinstance(raised.value.__cause__, ValueError)
 
 

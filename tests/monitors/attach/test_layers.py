@@ -97,9 +97,9 @@ class Stack(nn.Module):
         return x @ self.embed.weight.mT
 
 
-def layers_of(*layers: nn.Module, T: int = 16):
+def layers_of(*layers: nn.Module):
     watch = attach(Stack(*layers), modality=IMAGE)
-    watch.probe(ids=batches(1, T=T)[0])
+    watch.probe(ids=batches(1)[0])
     assert watch.layers is not None
     return watch.layers
 

@@ -10,9 +10,11 @@ import torch
 
 from mmqk.monitors import attach
 from tests.monitors.attach.nets import Net, batches
+from tests.monitors.preflight.families import IMAGE_TOKEN, VISION_START, model_of
 
 IMAGE = {"image": range(10, 40)}
-IMAGE_ID, T = 50, 40
+T = 40
+PLACEHOLDER = {"image": range(IMAGE_TOKEN, IMAGE_TOKEN + 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,40 +60,21 @@ def test_a_batch_that_is_an_object_is_cut_like_its_tensor(make, by_name):
     assert whole is ids
 
 
-TEXT = {
-    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
-VISION = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4,
-    "spatial_merge_size": 2, "in_channels": 3, "temporal_patch_size": 2,
-}  # fmt: skip
-IDS = {"image_token_id": IMAGE_ID, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
-
-
-def qwen():
-    t = pytest.importorskip("transformers")
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    torch.manual_seed(0)
-    vision = VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
-    config = t.Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **IDS)
-    return t.Qwen2_5_VLForConditionalGeneration(config)
-
-
 def with_images(images: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
     """Return a batch of Qwen-VL: for each row, the height and width in patches of its images."""
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 50, (8, T), generator=random)
+    ids = torch.randint(4, 48, (8, T), generator=random)
     grids, pixels = [], []
     for row, of_row in enumerate(images):
         at = 1
         for h, w in of_row:
-            ids[row, at], ids[row, at + 1 : at + 1 + h * w // 4], ids[row, at + 1 + h * w // 4] = 52, IMAGE_ID, 53
+            ids[row, at] = ids[row, at + 1 + h * w // 4] = VISION_START
+            ids[row, at + 1 : at + 1 + h * w // 4] = IMAGE_TOKEN
             at += h * w // 4 + 3
             grids.append([1, h, w])
             pixels.append(torch.randn(h * w, 96, generator=random))
     batch = {"input_ids": ids[: len(images)], "attention_mask": torch.ones(len(images), T, dtype=torch.long)}
-    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_ID).int()
+    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).int()
     return batch | ({"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)} if grids else {})
 
 
@@ -100,9 +83,11 @@ def test_images_go_with_the_rows_that_own_them(rows, capsys):
     """Four images of eight belong to the first four rows; eight images also equal the number of rows."""
     images = [[(4, 4)], [(2, 4), (4, 4)], [], [(8, 4)], [(2, 2)], [(4, 4)], [(4, 2)], [(4, 4)]]
     images = images if rows == 4 else [[], *images[1:4], *images[:1], *images[5:]]
-    model = qwen().train()
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = model_of("qwen2.5-vl").train()
     logged = []
-    watch = attach(model, modality={"image": range(IMAGE_ID, 51)}, every_n_steps=1, sequences=rows,
+    watch = attach(model, modality=PLACEHOLDER, every_n_steps=1, sequences=rows,
                    log=lambda values, step: logged.append(values))  # fmt: skip
     model(**with_images(images))
     watch.step()
@@ -119,18 +104,13 @@ def test_images_go_with_the_rows_that_own_them(rows, capsys):
 
 def test_images_with_equally_many_tokens_are_counted(capsys):
     """As in LLaVA: one axis of images, and the number of image tokens of a row gives the number of its images."""
-    t = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
-    vision = t.CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                                image_size=16, patch_size=8)  # fmt: skip
-    text = t.LlamaConfig(**TEXT)
-    config = t.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_ID)
-    config.vision_feature_layer = -1
-    model = t.LlavaForConditionalGeneration(config).train()
-    ids, pixels = torch.randint(1, 50, (8, T)), torch.randn(8, 3, 16, 16)
+    model = model_of("llava").train()
+    ids, pixels = torch.randint(4, 48, (8, T)), torch.randn(8, 3, 8, 8)
     for row, n in enumerate([1, 2, 0, 2, 1, 1, 1, 0]):
-        ids[row, 1 : 1 + 4 * n] = IMAGE_ID
-    watch = attach(model, modality={"image": range(IMAGE_ID, 51)})
+        ids[row, 1 : 1 + 4 * n] = IMAGE_TOKEN
+    watch = attach(model, modality=PLACEHOLDER)
     values = watch.probe(input_ids=ids, pixel_values=pixels).flat()
     assert values["probe_sequences"] == 4 and "probe uses all" not in capsys.readouterr().out
     alone = watch.probe(input_ids=ids[:4], pixel_values=pixels[:5]).flat()

@@ -48,15 +48,19 @@ def bart():
     return random_(t.BartForConditionalGeneration(config))
 
 
-def of_weights(weights, of_q, of_k, q_names, k_names, cross="") -> dict[str, float]:
-    """Return entropy and mass by tag, from attention weights by layer, over rows that see at least 8 keys."""
+def of_weights(weights, of_q, of_k, q_names, k_names, cross="", sink=False) -> dict[str, float]:
+    """Return entropy and mass by tag, from attention weights by layer, over rows that see at least 8 keys. With a
+    sink, its weight is what the weights of a row lack to sum to 1."""
     measured = {}
     for layer, p_BHTS in weights.items():
         p = p_BHTS.detach().double().numpy()
         seen = (p > 0).sum(-1) >= 8
-        entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
+        rest = np.maximum(1 - p.sum(-1), 1e-30) if sink else np.ones(seen.shape)
+        entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1) - rest * np.log(rest)
         for a, q_name in enumerate(q_names):
             rows = seen & (of_q == a)[:, None]
+            if sink:
+                measured[f"sink_mass/{q_name}/layer{layer:02d}"] = rest[rows].mean()
             measured[f"{cross}attn_entropy/{q_name}/layer{layer:02d}"] = entropy[rows].mean()
             for b, k_name in enumerate(k_names):
                 mass = (p * (of_k == b)[:, None, None]).sum(-1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.calls import Call, of_transformers, of_transformers_flash
+from tests.monitors.attach import test_sides as sides
 from tests.monitors.attach.nets import Net, SelfAttention, V, alibi, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 from tests.monitors.attach.test_sides import random_, summary
@@ -31,20 +31,7 @@ def gpt_oss():
 
 def of_weights(weights, modality) -> dict[str, float]:
     """Return the expected statistics by tag. The weights sum to less than 1; the rest is the weight of the sink."""
-    measured = {}
-    for layer, p_BHTS in enumerate(weights):
-        p = p_BHTS.detach().double().numpy()
-        counted = (p > 0).sum(-1) >= 8
-        rest = np.maximum(1 - p.sum(-1), 1e-30)
-        entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1) - rest * np.log(rest)
-        for a, name in enumerate(NAMES):
-            rows = counted & (modality == a)[:, None]
-            measured[f"sink_mass/{name}/layer{layer:02d}"] = rest[rows].mean()
-            measured[f"attn_entropy/{name}/layer{layer:02d}"] = entropy[rows].mean()
-            for b, key in enumerate(NAMES):
-                mass = (p * (modality == b)[:, None, None]).sum(-1)
-                measured[f"attn_mass/{name}-{key}/layer{layer:02d}"] = mass[rows].mean()
-    return measured
+    return sides.of_weights(dict(enumerate(weights)), modality, modality, NAMES, NAMES, sink=True)
 
 
 def test_the_weights_of_gpt_oss_have_a_sink():
@@ -103,13 +90,12 @@ def test_the_sinks_that_a_layer_adds_after_flex_attention():
     q, k = (x.double() for x in kept[0])
     hidden = ~torch.ones(16, 16, dtype=torch.bool).tril()
     z = (8**-0.5 * q @ k.mT + alibi(16)).masked_fill(hidden, -torch.inf)
-    for sink in (3.0, 0.0):  # 0 is the control
+    for sink in (0.0, 3.0):  # 0 is the control
         weights = torch.cat([z, torch.full((3, 4, 16, 1), sink)], -1).softmax(-1)[..., :-1]
         expected = of_weights([weights], modality_of(ids))
         layer1 = {tag.replace("layer00", "layer01"): x for tag, x in expected.items()}
         assert same(measured, layer1) == (sink == 3) and len(layer1) == 8
-    s_sq = torch.cat([z, torch.full((3, 4, 16, 1), 3.0)], -1).softmax(-1)[..., :-1]
-    s_sq = torch.linalg.svdvals(s_sq).square()
+    s_sq = torch.linalg.svdvals(weights).square()
     rank = float((s_sq.sum(-1).square() / s_sq.square().sum(-1)).mean())
     assert measured["attn_rank/layer01"] == pytest.approx(rank, rel=1e-4)
     assert "sink_mass/text/layer00" not in measured and "without" not in summary(watch)

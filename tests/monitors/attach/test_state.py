@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "generator of Python": (lambda: random.Random(0), lambda net: net.state.random()),
     "generator of NumPy": (lambda: np.random.default_rng(0), lambda net: net.state.random()),
     "old generator of NumPy": (lambda: np.random.RandomState(0), lambda net: net.state.rand()),
+    "generators of all modules": (lambda: 0, lambda net: float(torch.rand(())) + random.random() + np.random.rand()),
 }  # fmt: skip
 
 
@@ -55,15 +56,19 @@ class Stateful(Net):
 
 
 class Remembering(Net):
-    """Keeps the mean embedding of each batch in a buffer that grows."""
+    """Keeps the mean embedding of each batch in a buffer that grows, and counts the batches in another one. One part
+    stays in evaluation mode."""
 
     def __init__(self):
         super().__init__(["sdpa"])
         self.register_buffer("past", torch.zeros(1, D))
+        self.register_buffer("calls", torch.zeros(()))
+        self.frozen = nn.Dropout().eval()
 
     def forward(self, ids):
         self.past = torch.cat([self.past, self.embed(ids).detach().mean((0, 1))[None]])
-        return super().forward(ids) * (1 + self.past.sum())
+        self.calls += 1
+        return self.frozen(super().forward(ids)) * (1 + self.past.sum() + self.calls)
 
 
 def losses_of(model: nn.Module, between: Callable[[nn.Module], Callable[[], object]]) -> list[float]:
@@ -95,12 +100,18 @@ def test_losses_are_the_same_with_and_without_probes_of_a_model_with_state(kind,
     def build() -> nn.Module:
         return Remembering() if kind == "buffer" else Stateful(kind)
 
-    plain = losses_of(build(), nothing)
-    assert losses_of(build(), watched) == plain
-    name = {"buffer": None, "new attribute": "calls"}.get(kind, "state")
+    def losses(between: Callable[[nn.Module], Callable[[], object]]) -> list[float]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        return losses_of(build(), between)
+
+    plain = losses(nothing)
+    assert losses(watched) == plain
+    name = {"buffer": None, "generators of all modules": None, "new attribute": "calls"}.get(kind, "state")
     note = f" · changed by the forward and restored after the probe: {name} · "
     assert (note in capsys.readouterr().out) == (name is not None)
-    assert losses_of(build(), another_forward) != plain  # the control: another forward changes the state
+    assert losses(another_forward) != plain  # the control: another forward changes the state
 
 
 def test_state_that_a_forward_leaves_alone_is_not_named():

@@ -1,4 +1,5 @@
-"""Compares the detected residual stream with the model's hidden states."""
+"""Compares the detected residual stream with the model's hidden states, and sizes of matrices with numpy's singular
+values."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from mmqk.monitors import attach
 from mmqk.monitors.foreign.output import missing_series
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
-from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
+from tests.monitors.attach.test_exact import HUGGING_FACE, IMAGE, NAMES, hugging_face, modality_of, same
 from tests.monitors.attach.test_sides import random_
 
 L = 3
@@ -21,8 +22,8 @@ SHARED = {"num_key_value_heads": 4}
 DEEPSEEK = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1,
             "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
             "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
-# Model -> configuration and its options, path of a layer, paths of its attention and MLP outputs, and whether a norm
-# follows the last layer.
+# Model -> configuration and its options, path of a layer, paths of what its attention and MLP add to the residual
+# stream, and whether a norm follows the last layer.
 FAMILIES = {
     "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": V, "n_embd": 32, "n_layer": L, "n_head": 4, "n_positions": 64},
                         "transformer.h.{}", "attn", "mlp", True),
@@ -31,14 +32,29 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", SIZE | SHARED | DEEPSEEK, "model.layers.{}", "self_attn",
                               "mlp", True),
 }  # fmt: skip
+# Models with an adapter of mmqk, for each placement of the norms: name in `HUGGING_FACE`, options, paths as above.
+ADAPTED = {
+    "Chameleon": ("chameleon", {}, "self_attn", "mlp"),
+    "Chameleon 34B": ("chameleon", {"swin_norm": True}, "input_layernorm", "post_attention_layernorm"),
+    "Gemma 2": ("gemma 2", {}, "post_attention_layernorm", "post_feedforward_layernorm"),
+}
 WITHOUT = ", ".join(("attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain"))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
+def built(name):
+    """Return a model of `FAMILIES` or `ADAPTED`, the three paths, and whether it has a final norm."""
     transformers = pytest.importorskip("transformers")
-    config, options, layer, attn, mlp, final = FAMILIES[name]
-    model = random_(getattr(transformers, name)(getattr(transformers, config)(**options)))
+    if name in ADAPTED:
+        key, options, attn, mlp = ADAPTED[name]
+        family, kind, config, own, *_ = HUGGING_FACE[key]
+        return hugging_face(family, kind, config, own | options, layers=L), "model.layers.{}", attn, mlp, True
+    config, options, *places = FAMILIES[name]
+    return random_(getattr(transformers, name)(getattr(transformers, config)(**options))), *places
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *ADAPTED])
+def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
+    model, layer, attn, mlp, final = built(name)
     (ids,), recorded = batches(1, B=3), {}
     measured = attach(model, modality=IMAGE).probe(input_ids=ids).flat()
     for n in range(L):
@@ -63,6 +79,9 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
     # Control: with the layers in reverse order, the comparison fails.
     turned = {(site, L - 1 - n if n >= 0 else n): x for (site, n), x in arrays.items()}
     assert not same(measured, brute_force.streams(turned, modality, valid, NAMES))
+    if name in ADAPTED:
+        assert "q_raw_norm/text/layer01" in measured
+        return
     absent = WITHOUT if final else f"{WITHOUT}, final_norm"
     assert missing_series(measured, NAMES) == (
         f"statistics not measured: {absent} (pass an adapter that names their modules)"
@@ -197,3 +216,24 @@ def test_a_model_without_a_residual_stream_has_none():
         net.layers = nn.ModuleList(kind(SelfAttention()) for _ in range(2))
         tags = attach(net, modality=IMAGE).probe(ids=ids).flat()
         assert any(tag.startswith("resid") for tag in tags) == (kind is Layer)
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("GPT2LMHeadModel", {"attn_c_attn": "attn.c_attn", "mlp_c_fc": "mlp.c_fc"}),
+    ("GPTNeoXForCausalLM", {"attention_query_key_value": "attention.query_key_value"}),
+])  # fmt: skip
+def test_sizes_equal_those_of_the_singular_values(name, expected):
+    model, layer, *_ = built(name)
+    (ids,) = batches(1, B=2)
+    flat = attach(model, modality=IMAGE, matrices=True).probe(input_ids=ids).flat()
+    for n in range(L):
+        matrices = [m for m in model.get_submodule(layer.format(n)).parameters() if m.ndim == 2]
+        assert sum(tag.endswith(f"_stable_rank/layer{n:02d}") for tag in flat) == len(matrices) == 4
+        for tag, path in expected.items():
+            s = np.linalg.svd(model.get_submodule(f"{layer.format(n)}.{path}").weight.detach().numpy())[1]
+            values = [flat[f"{tag}_{size}/layer{n:02d}"] for size in ("norm", "spectral", "stable_rank")]
+            norm = np.sqrt((s**2).sum())
+            np.testing.assert_allclose(values, [norm, s[0], (norm / s[0]) ** 2], rtol=1e-5)
+    # Control: another layer has another stable rank. By default no matrix is measured.
+    assert values[2] != flat[f"{tag}_stable_rank/layer00"]
+    assert not any("stable_rank" in tag for tag in attach(model, modality=IMAGE).probe(input_ids=ids).flat())

@@ -22,8 +22,8 @@ def test_lightning_logs_to_the_trainers_loggers_and_trains_the_same_weights(tmp_
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     logged: dict[int, dict] = {}
     logger.log_metrics = lambda values, step: logged.setdefault(step, values)  # type: ignore[method-assign]
-    watched = lightning_run(tmp_path / "run", compiled=True, logger=logger)
-    plain = lightning_run(tmp_path / "other", compiled=True, watched=False)
+    watched = lightning_run(tmp_path / "run", logger=logger)
+    plain = lightning_run(tmp_path / "other", watched=False)
     assert watched.keys() == plain.keys() and all(torch.equal(x, plain[name]) for name, x in watched.items())
     assert list(logged) == [10, 20]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -50,8 +50,8 @@ def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights
     monkeypatch.setattr(TensorBoardCallback, "on_log", on_log)
     monkeypatch.setattr(TensorBoardCallback, "on_train_begin", lambda *args, **kwargs: None)
     monkeypatch.setattr(TensorBoardCallback, "on_train_end", lambda *args, **kwargs: None)
-    watched = transformers_run(tmp_path / "run", compiled=True, report_to="tensorboard")
-    plain = transformers_run(tmp_path / "other", compiled=True, watched=False)
+    watched = transformers_run(tmp_path / "run", report_to="tensorboard")
+    plain = transformers_run(tmp_path / "other", watched=False)
     assert watched.keys() == plain.keys() and all(torch.equal(x, plain[name]) for name, x in watched.items())
     assert list(reported) == [10, 20]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -12,7 +12,7 @@ from tests.monitors.attach.nets import Net, batches, loss_of
 IMAGE = {"image": range(10, 40)}
 
 
-def lightning_run(out: Path, compiled: bool = False, watched: bool = True, logger: Any = False):
+def lightning_run(out: Path, watched: bool = True, logger: Any = False):
     """Train a LightningModule whose ``net`` is watched, and return the weights of ``net``."""
     import lightning as L
 
@@ -24,8 +24,7 @@ def lightning_run(out: Path, compiled: bool = False, watched: bool = True, logge
             self.net = Net(dropout=0.1)
 
         def configure_model(self):
-            if compiled:
-                self.net.compile(backend="eager", fullgraph=True)
+            self.net.compile(backend="eager", fullgraph=True)
 
         def training_step(self, ids, i):
             return loss_of(self.net(ids), ids)
@@ -45,7 +44,7 @@ def lightning_run(out: Path, compiled: bool = False, watched: bool = True, logge
     return module.net.state_dict()
 
 
-def transformers_run(out: Path, compiled: bool = False, watched: bool = True, report_to: str = "none"):
+def transformers_run(out: Path, watched: bool = True, report_to: str = "none"):
     """Train a Llama with transformers' Trainer, and return its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -56,13 +55,11 @@ def transformers_run(out: Path, compiled: bool = False, watched: bool = True, re
         LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                     num_key_value_heads=2, max_position_embeddings=64, attention_dropout=0.1)
     )  # fmt: skip
-    options: dict[str, Any] = {}
     rows = [{"input_ids": ids, "labels": ids} for batch in batches(40, B=2, seed=0) for ids in batch]
-    if compiled:
-        options |= {"torch_compile": True, "torch_compile_backend": "eager"}
     args = TrainingArguments(
         str(out.parent / "trainer"), max_steps=20, per_device_train_batch_size=2, learning_rate=1e-3, use_cpu=True,
-        report_to=report_to, save_strategy="no", logging_steps=25, disable_tqdm=True, seed=0, **options,
+        report_to=report_to, save_strategy="no", logging_steps=25, disable_tqdm=True, seed=0,
+        torch_compile=True, torch_compile_backend="eager",
     )  # fmt: skip
     callback = NormCallback(IMAGE, every_n_steps=20, sequences=2, out=out, optimizer=True)
     callbacks = [callback] if watched else []

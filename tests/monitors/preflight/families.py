@@ -47,7 +47,7 @@ ATTENTION = ("PlainAttention", "LlamaAttention", "Gemma3Attention", "ChameleonAt
 
 
 def rotated(x_BHTK: Tensor) -> Tensor:
-    angle_T1 = torch.arange(x_BHTK.shape[2])[:, None] / 10 ** torch.linspace(0, 3, K // 2)
+    angle_T1 = torch.arange(x_BHTK.shape[2])[:, None] / 10 ** torch.linspace(0, 3, x_BHTK.shape[3] // 2)
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * angle_T1.cos() - b * angle_T1.sin(), a * angle_T1.sin() + b * angle_T1.cos()], -1)
 
@@ -132,6 +132,12 @@ def model_of(family: str) -> nn.Module:
         window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
         sizes = TEXT | {"head_dim": K, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
         return t.Gemma3ForCausalLM(t.Gemma3TextConfig(**sizes, **window))
+    if family == "llava":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision = t.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+        text = t.LlamaConfig(**TEXT)
+        config = t.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN)
+        return t.LlavaForConditionalGeneration(config)
     if family == "chameleon":
         codes = {f"IMGIMG{''.join(chr(65 + int(c)) for c in str(n))}Z": IMAGE.start + n for n in range(len(IMAGE))}
         vq = {"base_channels": 32, "channel_multiplier": [1, 2], "num_embeddings": 48, "embed_dim": 8,

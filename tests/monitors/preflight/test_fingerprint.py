@@ -9,6 +9,8 @@ from torch import nn
 
 from mmqk.monitors.foreign.inputs import Inputs
 from mmqk.monitors.preflight.reading import fingerprint, read_calls
+from tests.monitors.attach.nets import D, H, Layer, Net, batches
+from tests.monitors.preflight.families import rotated
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,13 +47,7 @@ def test_models_of_transformers(family):
     assert fingerprint(read_calls(Inputs(model, (), {"input_ids": ids, "use_cache": False}))) == words
 
 
-T, H, K = 12, 4, 8
-
-
-def rotated(x_BHTK: torch.Tensor) -> torch.Tensor:
-    angle_T1 = torch.arange(T)[:, None] / torch.arange(1, K // 2 + 1)
-    a, b = x_BHTK.chunk(2, -1)
-    return torch.cat([a * angle_T1.cos() - b * angle_T1.sin(), a * angle_T1.sin() + b * angle_T1.cos()], -1)
+K = D // H
 
 
 def rms(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -63,28 +59,21 @@ class Attention(nn.Module):
 
     def __init__(self, norm):
         super().__init__()
-        self.qkv, self.out = nn.Linear(H * K, 3 * H * K), nn.Linear(H * K, H * K)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
         self.a = nn.Parameter(1 + torch.rand(K))
         self.norm = norm
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (y.unflatten(-1, (H, K)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(self.norm(q, self.a), self.norm(k, self.a), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-class Net(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(40, H * K), nn.Linear(H * K, 40)
-        self.layers = nn.ModuleList(Attention(norm) for _ in range(2))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
+def net_of(norm) -> Net:
+    net = Net([])
+    torch.manual_seed(0)
+    net.layers = nn.ModuleList(Layer(Attention(norm)) for _ in range(2))
+    return net
 
 
 BY_HAND = {
@@ -104,7 +93,7 @@ BY_HAND = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_norms_written_by_hand(name):
     norm, words = BY_HAND[name]
-    net, ids = Net(norm), torch.randint(40, (2, T))
+    net, (ids,) = net_of(norm), batches(1, B=2)
     before = {n: p.clone() for n, p in net.state_dict().items()}
     calls = read_calls(Inputs(net, (ids,), {}))
     assert fingerprint(calls) == f"QK-Norm: {words}"
