@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmqk import store
-from mmqk.store import Alarm, DamagedFile, Status, Tag, UserError
+from mmqk.store import Alarm, DamagedFile, Status, Tag
 from mmqk.store.alarms import ALARMS_NAME
 from mmqk.store.folder import ABLATION_NAME, RUN_NAME, read_ablation
 from mmqk.store.metrics import METRICS_NAME, parse_lines, with_floats
@@ -248,8 +248,6 @@ def read_runs(folder: str | Path) -> list[Run]:
         UserError: the folder does not exist or has no run.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: give one that mmqk train or mmqk ablate has written")
     ablation = read_ablation(folder)
     if ablation is not None:
         runs = [

@@ -209,8 +209,12 @@ def find_runs(folder: Path) -> list[Path]:
     has a run.json or a metrics.jsonl.
 
     Raises:
-        NoRun: the folder has no run.
+        NoRun: the folder does not exist or has no run.
+        UserError: the path is not a folder.
     """
+    if not folder.is_dir():
+        kind = UserError if folder.exists() else NoRun
+        raise kind(f"{folder} is not a folder: give one that mmqk train or mmqk ablate has written")
     folders = [folder, *(path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern))]
     runs = [path for path in folders if any((path / name).exists() for name in (RUN_NAME, METRICS_NAME))]
     if not runs:

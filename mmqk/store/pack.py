@@ -98,10 +98,8 @@ def write_pack(
         digits: significant digits of a small pack.
 
     Raises:
-        UserError: the folder has no runs.
+        UserError: the folder does not exist or has no runs.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: give one that mmqk train or mmqk ablate has written")
     content: dict[str, bytes] = {}
     if (folder / ABLATION_NAME).exists():
         content[ABLATION_NAME] = _without_paths((folder / ABLATION_NAME).read_bytes(), "grid", "base")

@@ -17,7 +17,7 @@ from rich.text import Text
 from mmqk import store
 from mmqk.lab.runner.pool import Pool, Task
 from mmqk.progress import Progress
-from mmqk.store import Alarm, DamagedFile, NoRun, UserError
+from mmqk.store import Alarm, DamagedFile
 from mmqk.store.folder import STATUS_NAME, read_ablation
 from mmqk.store.metrics import METRICS_NAME, parse_lines, with_floats
 
@@ -189,9 +189,6 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
     """
     follows: list[Follow] = []
     for folder in folders:
-        if not folder.is_dir():
-            kind = UserError if folder.exists() else NoRun
-            raise kind(f"{folder} is not a folder: give one that mmqk train or mmqk ablate writes to")
         if entries := (read_ablation(folder) or {}).get("runs"):
             follows += [
                 Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"], e.get("never", "")) for e in entries
