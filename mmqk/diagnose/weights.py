@@ -91,7 +91,7 @@ class Description:
         for layer in projections(weights, self.notes):
             is_finite = all(bool(w.isfinite().all()) for side in (layer.q, layer.k) for w in (*side.raw, *side.folded))
             if not is_finite:
-                self.notes.append(f"The projections of layer {layer.layer} are not finite: it has no bounds.")
+                self.notes.append(f"The projections of layer {layer.layer} are not finite: the layer has no bounds.")
                 continue
             spectral, unrotated, bound = bounds(layer)
             H, G = len(layer.q.raw[0]), len(layer.k.raw[0])

@@ -216,7 +216,7 @@ class Watch:
         `Statistics.flat` converts them to ``{tag: number}``.
         """
         self.prober.autocast = self._last_call.autocast
-        return self.prober.probe(Inputs(self.model, (), inputs))
+        return self.prober.probe(Inputs(self.model, (), inputs).copied())
 
     def close(self, status: str = "completed") -> None:
         """Remove the hook and close the files; a second call does nothing.

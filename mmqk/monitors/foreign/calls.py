@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmqk.monitors.formulas.pairs import HIDDEN
 
@@ -272,13 +272,15 @@ def of_torch_varlen(rows: int, query: Tensor, key: Tensor, value: Tensor, cu_seq
     return of_flash_varlen(rows, query, key, value, cu_seq_q, window_size_left=left, window_size_right=right, **of)
 
 
-def of_transformers_flash(query: Tensor, key: Tensor, value: Tensor, **of: Any) -> Call:
+def of_transformers_flash(
+    module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **of: Any
+) -> Call:
     """Read transformers' flash-attention call.
 
     A mask (B, T) marks padding. A position id below the previous one starts a new document.
     """
     causal, sliding_window = of.get("is_causal"), of.get("sliding_window")
-    causal = getattr(of.get("module"), "is_causal", True) if causal is None else causal
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     # The window of transformers counts the token itself; the window of the kernel does not.
     left = sliding_window - 1 if sliding_window else -1
     right = left if left >= 0 and not causal else -1
@@ -287,8 +289,8 @@ def of_transformers_flash(query: Tensor, key: Tensor, value: Tensor, **of: Any) 
     call = of_flash(q, k, v, softmax_scale=of.get("scaling"), softcap=of.get("softcap"), **window)
     call.set_sinks(of.get("s_aux"))
     position_ids, borders = of.get("position_ids"), of.get("cu_seq_lens_q")
-    if of.get("attention_mask") is not None:
-        call.see_only(of["attention_mask"].bool()[:, None, None, :])
+    if attention_mask is not None:
+        call.see_only(attention_mask.bool()[:, None, None, :])
     elif borders is not None:
         document_T = torch.bucketize(torch.arange(q.shape[1], device=q.device), borders, right=True)
         call.see_only(same_document(document_T[None])[:, None])

@@ -312,10 +312,8 @@ def _within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(outer + ".") or not outer
 
 
-def _read_named(
-    reader: Callable[..., Call], forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
-) -> Call:
-    """Read a call of an attention function of transformers."""
+def _read_eager(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Call:
+    """Read a call of an ``eager_attention_forward``."""
     try:
         named = by_name(forward, (module, *args), kwargs)
     except TypeError as error:
@@ -323,7 +321,7 @@ def _read_named(
     if not {"module", "query", "key", "value"} <= named.keys():
         parameters = ", ".join(named)
         raise NotMeasured(f"its attention function takes {parameters}, not module, query, key and value")
-    return reader(**named)
+    return calls.of_transformers(**named)
 
 
 @contextmanager
@@ -347,15 +345,14 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
     for name in {kind.__module__ for kind in kinds}:
         forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
         if callable(forward):
-            measured = capture.wrapped(forward, partial(_read_named, calls.of_transformers, forward))
+            measured = capture.wrapped(forward, partial(_read_eager, forward))
             replace(stack, sys.modules[name], "eager_attention_forward", measured)
     table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     if table is not None:
         entries = getattr(table, "_global_mapping", table)
         for key in [key for key in entries if "flash" in key and "|" not in key]:
             stack.callback(entries.__setitem__, key, entries[key])
-            read = partial(_read_named, calls.of_transformers_flash, entries[key])
-            entries[key] = capture.wrapped(entries[key], read, _transformers_output)
+            entries[key] = capture.wrapped(entries[key], calls.of_transformers_flash, _transformers_output)
 
 
 def _patch_mmqk(capture: Capture, stack: ExitStack) -> None:

@@ -126,13 +126,25 @@ class Inputs:
     @cached_property
     def named(self) -> dict[str, Any]:
         """The arguments by the names of the forward's parameters."""
+        try:
+            return by_name(self._forward, self.args, self.kwargs)
+        except (TypeError, ValueError):
+            return {**{f"argument{i}": arg for i, arg in enumerate(self.args)}, **self.kwargs}
+
+    def takes(self, name: str) -> bool:
+        """Return whether the call could have an argument of this name."""
+        try:
+            return name in by_name(self._forward, (), {**self.named, name: None})
+        except (TypeError, ValueError):
+            return False
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
         module = self.root
         while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
             module = unwrapped(inner)
-        try:
-            return by_name(module.forward, self.args, self.kwargs)
-        except (TypeError, ValueError):
-            return {**{f"argument{i}": arg for i, arg in enumerate(self.args)}, **self.kwargs}
+        forward: Callable[..., Any] = module.forward
+        return forward
 
     @cached_property
     def ids(self) -> tuple[str, Tensor] | None:

@@ -14,7 +14,6 @@ from mmqk.monitors.modalities import Modality
 from mmqk.monitors.preflight import attention, parameters
 from mmqk.monitors.preflight import loss as losses
 from mmqk.monitors.preflight.context import Context, Finding, NotChecked, Table
-from mmqk.store.errors import reason_of
 
 __all__ = ["Finding", "Table", "preflight"]
 
@@ -79,7 +78,7 @@ def preflight(
         text = "; ".join(filter(None, ("loss of the batch", context.modalities.origin)))
         findings = [Finding("ok", context.first.loss, text, check="forward and backward")]
     except Exception as error:
-        text, advice = f"{type(error).__name__}: {reason_of(error)}", "run the loss on this batch alone"
+        text, advice = f"{type(error).__name__}: {_one_line(error)}", "run the loss on this batch alone"
         if loss is not None:
             advice += "; loss must be a function loss(model, batch) that calls the model and returns a scalar tensor"
         return Table((Finding("FAILED", None, text, advice, "forward and backward"),))
@@ -89,6 +88,10 @@ def preflight(
         except NotChecked as reason:
             finding = Finding("not checked", None, str(reason))
         except Exception as error:  # a model may refuse a changed batch
-            finding = Finding("not checked", None, f"{type(error).__name__}: {reason_of(error)}")
+            finding = Finding("not checked", None, f"{type(error).__name__}: {_one_line(error)}")
         findings.append(replace(finding, check=name))
     return Table(tuple(findings))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or "no message"

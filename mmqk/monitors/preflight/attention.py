@@ -102,6 +102,8 @@ def more_padding(context: Context, sides: tuple[int, int]) -> Finding:
     mask, shape = context.inputs.named.get("attention_mask"), context.ids_BT.shape
     if mask is not None and mask.shape != shape:
         raise NotChecked(f"attention_mask has shape {tuple(mask.shape)}, not (B, T)")
+    if mask is None and not context.inputs.takes("attention_mask"):
+        raise NotChecked("the model takes no attention_mask")
     more = {"attention_mask": torch.ones_like(context.ids_BT)} if mask is None else {}
     pad = getattr(getattr(context.root, "config", None), "pad_token_id", None)
     if not context.valid_BT.all():

@@ -90,17 +90,17 @@ def test_its_operators_say_what_torchs_call_of_the_same_attention_says(call):
 
 def test_windows_packing_and_positions_are_those_of_the_kernels():
     q = torch.randn(2, 3, 8, 4)  # (B, H, T, K)
-    window = of_transformers_flash(q, q, q, sliding_window=3, is_causal=True).mask
+    window = of_transformers_flash(None, q, q, q, sliding_window=3, is_causal=True).mask
     t = torch.arange(8)
     assert torch.equal(window[0, 0], (t[:, None] >= t) & (t[:, None] - t < 3))
     # transformers reads packed documents from positions only for a batch size of 1.
     starts, one = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]]), q[:1]
-    packed = of_transformers_flash(one, one, one, position_ids=starts).mask[:, 0]
+    packed = of_transformers_flash(None, one, one, one, position_ids=starts).mask[:, 0]
     assert packed[0].sum() == 6 + 3 + 6
-    two = of_transformers_flash(q, q, q, position_ids=starts.expand(2, -1)).mask[:, 0]
+    two = of_transformers_flash(None, q, q, q, position_ids=starts.expand(2, -1)).mask[:, 0]
     assert torch.equal(two[0], torch.ones(8, 8).tril().bool())
     ends = torch.tensor([0, 3, 5, 8])
-    given = of_transformers_flash(one, one, one, cu_seq_lens_q=ends, is_causal=True)
+    given = of_transformers_flash(None, one, one, one, cu_seq_lens_q=ends, is_causal=True)
     assert torch.equal(given.mask[:, 0], packed)
     flat, ends = q.transpose(1, 2).flatten(0, 1), torch.tensor([0, 3, 5, 8, 16])
     same_as = of_torch_varlen(2, flat, flat, flat, ends, is_causal=True).mask[:, 0]

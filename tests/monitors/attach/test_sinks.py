@@ -64,7 +64,7 @@ def test_dense_attention_in_place_of_a_kernel_has_the_sink():
     z = (q @ k.mT * 8**-0.5).masked_fill(~CAUSAL, -torch.inf)
     rest = sinks.exp()[:, None, None]
     expected = (z.exp() / (z.exp().sum(-1, keepdim=True) + rest)) @ v
-    flash = of_transformers_flash(q, k, v, module=Sinks(None), s_aux=sinks)
+    flash = of_transformers_flash(Sinks(None), q, k, v, s_aux=sinks)
     torch.testing.assert_close(flash.output(), expected)
     eager = of_transformers(q, k, v, module=Sinks(sinks), attention_mask=CAUSAL)
     torch.testing.assert_close(eager.output(), expected)
