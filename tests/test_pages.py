@@ -1,14 +1,14 @@
 """The tables of docs/claims.md and docs/which_remedy.md agree with their report and their pack."""
 
+import claims_page
 import pytest
-
-from tests import claims_page, tournament_page
+import tournament_page
 
 
 @pytest.mark.parametrize("page", [claims_page, tournament_page])
 def test_the_table_is_that_of_its_source(page):
     text = page.PAGE.read_text(encoding="utf-8")
-    assert text.count("<!-- /") == 1 and page.filled(text) == text, f"write it: python -m {page.__name__}"
+    assert text.count("<!-- /") == 1 and page.filled(text) == text, page.__doc__
 
 
 def test_another_verdict_gives_another_table(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 import textwrap
 import types
@@ -249,13 +248,15 @@ def read_yaml(file: Path, kind: str, advice: str) -> dict[str, Any]:
     missing.
 
     Raises:
-        UserError: the file cannot be read, is not a mapping, or has a key twice or a number that is not finite.
+        UserError: the file cannot be read, is not a mapping, or has a key twice.
     """
     try:
         content = yaml.load(read_utf8(file, advice), Loader=Loader)
-        json.dumps(content, allow_nan=False)  # it is stored with the runs as JSON
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{file} is not the YAML of a {kind} ({' '.join(str(error).split())}): check it.") from error
+        reason = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}"
+        raise UserError(f"{file} is not the YAML of a {kind} ({reason}): check it.") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} sets no field: give a YAML mapping of fields to values.")
     return content

@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
 from benchmarks import loss, sizes
 from benchmarks.__main__ import measured, units_of
 from benchmarks.apart import Apart
 from benchmarks.harness import MEASURED, Context, Unit
-from benchmarks.others import bare_loop
+from benchmarks.others import bare_loop, litgpt_loop, to_litgpt, transformers_loop
 from benchmarks.setups import QK_NORM, SIZES, full, parameters_of, toy
+from mmqk.model import EarlyFusionTransformer
 
 pytestmark = pytest.mark.slow
 
@@ -64,3 +66,29 @@ def test_a_way_in_a_process_of_its_own(context):
     assert there.first_loss == here.first_loss
     with pytest.raises(RuntimeError, match="TypeError"):
         Apart(partial(int, "1", base="no base"), threads=1)(1)
+
+
+def test_litgpt_has_the_weights(context):
+    """The loss of litgpt and transformers equals mmqk's. The controls: another seed or a changed matrix gives another
+    result."""
+    pytest.importorskip("litgpt")
+    run = toy(context, QK_NORM)
+    ours, theirs, hugging = (
+        make(run, "cpu", compiled)
+        for make, compiled in ((bare_loop, False), (litgpt_loop, False), (transformers_loop, False))
+    )
+    for loop in (ours, theirs, hugging):
+        loop(1)
+    assert theirs.first_loss == pytest.approx(ours.first_loss, rel=1e-6)
+    assert hugging.first_loss == pytest.approx(ours.first_loss, rel=1e-6)
+    other = bare_loop(toy(context, QK_NORM, "--seed=1"), "cpu")
+    other(1)
+    assert abs(other.first_loss - ours.first_loss) > 1e-4
+    ids_BT = torch.arange(8)[None]
+    model = EarlyFusionTransformer(run.model)
+    moved = EarlyFusionTransformer(run.model)
+    with torch.no_grad():
+        moved.blocks[0].attention.w_v.weight.mul_(1.5)
+    plain, other_logits = to_litgpt(model, 8)(ids_BT), to_litgpt(moved, 8)(ids_BT)
+    assert torch.allclose(plain, model(ids_BT), atol=1e-5)
+    assert not torch.allclose(other_logits, model(ids_BT), atol=1e-5)

@@ -163,6 +163,16 @@ def test_it_is_the_clip_of_x_transformers():
         assert float((after - wrong).abs().max()) > 1e-3
 
 
+def test_shared_keys_stay_as_they_are_and_a_factor_of_1_changes_no_bit():
+    gamma = torch.tensor([0.25, 1.0, 0.64, 1.0], dtype=torch.float64)
+    attention = module_of(replace(MODEL, n_kv_heads=2)).model.blocks[0].attention
+    before = [w.weight.detach().clone() for w in (attention.w_q, attention.w_k, attention.w_v)]
+    clip_heads(attention.w_q, attention.w_k, gamma, 2)
+    factors = gamma.repeat_interleave(4)[:, None]
+    assert torch.equal(attention.w_q.weight, before[0] * factors)
+    assert torch.equal(attention.w_k.weight, before[1]) and torch.equal(attention.w_v.weight, before[2])
+
+
 def test_a_step_is_the_update_and_then_the_clip():
     """The expected weights are computed from an unclipped step and the logits of the weights before the step."""
     batch = toy_batch(4)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, RowStats
 from mmqk.store import parse_tag
@@ -96,11 +97,23 @@ def test_a_bad_number_stays_with_its_modality_and_layer(poison):
 # In training -----------------------------------------------------------------------------------------------
 
 
-def rows_of(model: EarlyFusionTransformer, batch) -> list[RowStats]:
-    """Return the row statistics of a forward pass; `tests/model/test_flex.py` compares them with written-out sums."""
-    rows: list[RowStats] = []
-    with torch.no_grad():
-        model(batch.ids_BT, batch.modality_BT, batch.document_BT, row_stats=rows)
+def dense_rows(model: EarlyFusionTransformer, batch) -> list[RowStats]:
+    """Return the row statistics, computed from the queries and keys of a forward pass."""
+    seen: dict[tuple[str, int], Tensor] = {}
+    with torch.no_grad(), model.use_backend("math"):
+        model(*(batch.ids_BT, batch.modality_BT, batch.document_BT), lambda s, i, x: seen.update({(s, i): x}))
+    rows, c = [], model.config
+    for layer in range(c.n_layers):
+        logits = model.attn_scale_value * seen["q", layer] @ seen["k", layer].transpose(-1, -2)
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        if window := c.window_of(layer):
+            hidden = hidden | torch.ones_like(hidden).tril(-window)
+        if batch.document_BT is not None:
+            hidden = hidden | (batch.document_BT[:, None, :, None] != batch.document_BT[:, None, None, :])
+        cap = c.attn_softcap
+        capped = logits if cap is None else cap * torch.tanh(logits / cap)
+        logits, capped = (x.masked_fill(hidden, -math.inf) for x in (logits, capped))
+        rows.append(RowStats(logits.amax(-1), capped.logsumexp(-1)))
     return rows
 
 
@@ -111,11 +124,11 @@ VARIANTS = {"a cap": {"attn_softcap": 2.0}, "shared keys, windows": {"n_kv_heads
 def test_a_step_logs_the_attention_that_it_computed(flex, variant):
     module = module_of(replace(MODEL, **variant), backend="flex")
     batch = toy_batch(2, padding=3, documents=True)
-    expected = by_hand(rows_of(module.model, batch), batch)
+    expected = by_hand(dense_rows(module.model, batch), batch)
     [line] = fit(module, cut(batch, 2), accumulate=2)
     found = {name: value for name, value in line.items() if name.startswith("attn_row")}
     assert found == pytest.approx(expected, rel=1e-5)  # the values of a step are fp32
-    other = by_hand(rows_of(module.model, batch), batch)  # the control: the updated weights differ
+    other = by_hand(dense_rows(module.model, batch), batch)  # the control: the updated weights differ
     assert found != pytest.approx(other, rel=1e-5)
 
 

@@ -106,9 +106,7 @@ class ShardCache:
         if size is not None and size > self.limit:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
-        from webdataset.cache import LRUCleanup  # imports torch
-
-        LRUCleanup(str(self.folder), self.limit - (size or 0), os.path.getmtime, interval=None).cleanup()
+        self._make_room(size or 0)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             system.get_file(url, str(part))
@@ -119,6 +117,20 @@ class ShardCache:
         finally:
             part.unlink(missing_ok=True)
         return file
+
+    def _make_room(self, size: int) -> None:
+        files = []
+        for path in self.folder.iterdir():
+            try:
+                files.append((path.stat().st_mtime, path.stat().st_size, path))
+            except FileNotFoundError:  # another process made room
+                continue
+        used = sum(file[1] for file in files)
+        for _, of_file, path in sorted(files):
+            if used + size <= self.limit:
+                return
+            path.unlink(missing_ok=True)
+            used -= of_file
 
 
 # A remote shard is given up after this many failures in a row, each followed by twice the pause (seconds).

@@ -21,6 +21,7 @@ package does not import torch, because the report reads grids and must work with
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -133,6 +134,10 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
 
     path = Path(path)
     raw = read_yaml(path, "grid", "give a grid such as those in configs/ablations")
+    try:
+        json.dumps(raw, allow_nan=False)  # the grid is stored with the runs as JSON
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} has a value that JSON cannot have ({error}): replace it") from error
     file = build(GridFile, raw, f"{path}")
     if twice := [name for name in added or () if name in file.arms]:
         raise UserError(f"{path} has an arm {twice[0]}: give the added arm another name")

@@ -155,7 +155,7 @@ def model_size(run: Run) -> float:
     per modality, one copy counts, because a token passes through one copy. NaN if the configuration does not define
     the size.
     """
-    stored = run.setting("model", {})
+    stored = {name: value for name, value in (run.setting("model") or {}).items() if value is not None}
     if not {"d_model", "n_layers", "n_heads"} <= stored.keys():
         return math.nan
     try:

@@ -1,6 +1,6 @@
 """Write the table of docs/which_remedy.md from the ranking of the tournament.
 
-``python -m tests.tournament_page`` writes the table; a test checks that the committed page is up to date.
+``python docs/experiments/tournament_page.py`` writes the table; a test checks that the committed page is up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mmqk.lab.page.ranking import ranking, ranking_csv
 from mmqk.lab.study import load_study
 from mmqk.store.pack import unpacked
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACK = ROOT / "reports/examples/tournament.zip"
 PAGE = ROOT / "docs/which_remedy.md"
 

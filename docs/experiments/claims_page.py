@@ -1,6 +1,6 @@
 """Write the table of results in docs/claims.md from the report reports/examples/claims/report.md.
 
-``python -m tests.claims_page`` writes the table; a test checks that the committed page is up to date.
+``python docs/experiments/claims_page.py`` writes the table; a test checks that the committed page is up to date.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/claims.md"
 REPORT = ROOT / "reports/examples/claims/report.md"
 
