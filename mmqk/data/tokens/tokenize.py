@@ -255,11 +255,11 @@ def _finished(unfinished: Path, states: Mapping[str, list[int]]) -> dict[str, di
 
 
 def _remove_parts(out: Path, parts: set[str]) -> None:
-    # Remove parts that an interrupted command wrote, or that come from an earlier state of a shard.
+    # Remove parts and temporary files that an interrupted command wrote, or that come from an earlier state of a shard.
     for split in SPLITS:
         if (out / split).is_dir():
             for path in list((out / split).iterdir()):
-                if re.split("[._]", path.name)[0] in parts:
+                if re.split("[._]", path.name.lstrip("."))[0] in parts:
                     path.unlink()
 
 
