@@ -126,7 +126,7 @@ def thresholds() -> dict[str, float]:
     for trace in bench():
         if trace.healthy and trace.side == "develop":
             for tag in compared(trace.metrics):
-                score = together(scores(scaled(trace.metrics, tag))[0]).loc[SETTLED:].max()
+                score = together(scores(scaled(trace.metrics, tag)[0])[0]).loc[SETTLED:].max()
                 name = parse_tag(tag).statistic
                 found[name] = max(found.get(name, 0.0), round(float(score), 3))
     return found

@@ -131,11 +131,11 @@ def scores(series: pd.Series) -> tuple[pd.Series, pd.Series, pd.Series]:
     return ((finite - middle) / deviation).mask(np.isinf(series), np.inf), middle, deviation
 
 
-def scaled(metrics: pd.DataFrame, tag: str) -> pd.Series:
-    """Return a series as it is compared, without empty rows."""
+def scaled(metrics: pd.DataFrame, tag: str) -> tuple[pd.Series, Callable[[float], Any]]:
+    """Return a series as it is compared, without empty rows, and the function that turns it back."""
     series = metrics[tag].dropna()
     positive = parse_tag(tag).statistic not in LINEAR and (series > 0).all()
-    return np.log(series) if positive else series
+    return (np.log(series), np.exp) if positive else (series, float)
 
 
 def together(score: pd.Series) -> pd.Series:
@@ -148,7 +148,7 @@ def departures(metrics: pd.DataFrame, limits: Mapping[str, float]) -> list[Depar
     """Return the first departure of each series, in the order of their steps; at one step, the largest first."""
     found = []
     for tag in compared(metrics):
-        series = scaled(metrics, tag)
+        series, unscaled = scaled(metrics, tag)
         if parse_tag(tag).statistic not in limits or len(series) < SHORT:
             continue
         score, middle, deviation = scores(series)
@@ -161,7 +161,6 @@ def departures(metrics: pd.DataFrame, limits: Mapping[str, float]) -> list[Depar
         edge = middle[at] + side * limit * deviation[at]
         calm = (side * series.loc[at:] < side * edge).rolling(IN_A_ROW).min().shift(1 - IN_A_ROW) == 1
         back = int(str(calm.idxmax())) if calm.any() else None
-        unscaled: Callable[[float], Any] = float if series.equals(metrics[tag].dropna()) else np.exp
         left = Departure(at, tag, float(metrics[tag][at]), float(unscaled(middle[at])), float(unscaled(edge)), back)
         found.append((left.step, -abs(score[at]) / limit, left))
     return [left for *_, left in sorted(found, key=lambda entry: entry[:2])]

@@ -143,8 +143,7 @@ class Inputs:
         module = self.root
         while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
             module = unwrapped(inner)
-        forward: Callable[..., Any] = module.forward
-        return forward
+        return module.forward
 
     @cached_property
     def ids(self) -> tuple[str, Tensor] | None:
