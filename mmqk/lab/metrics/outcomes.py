@@ -20,6 +20,7 @@ from mmqk.store import DivergenceRule
 
 LOSS_WINDOW = 50
 LEARNED_NATS = 0.1
+FEWEST_EVALUATIONS = 3
 # Modalities of each kind of sequence in data.mix; the other kinds (dial, tokens) can have any modalities.
 MODALITIES_OF = {"pair": ("text", "image"), "text": ("text",), "image": ("image",), "interleaved": ("text", "image")}
 
@@ -61,6 +62,16 @@ def final_log_z(run: Run, modality: str | None = None) -> float:
     """Return the last value of `log_z_series`; infinite if that value is not finite, NaN if there is none."""
     values = log_z_series(run, modality)[1]
     return math.nan if not len(values) else float(values[-1]) if math.isfinite(values[-1]) else math.inf
+
+
+def loss_rise(run: Run, modality: str | None = None) -> float:
+    """Return how far the held-out loss ended above its lowest value, in nats; infinite if its last value is not
+    finite, NaN with fewer than `FEWEST_EVALUATIONS` values after step 0."""
+    steps, values = run.history(f"val_loss/{modality}")
+    values = values[steps > 0]
+    if len(values) < FEWEST_EVALUATIONS:
+        return math.nan
+    return float(values[-1] - np.nanmin(values)) if math.isfinite(values[-1]) else math.inf
 
 
 def grad_norm(run: Run, modality: str | None = None) -> float:

@@ -150,3 +150,17 @@ def test_a_count_of_late_failures_leaves_out_early_ones(tmp_path):
     assert one(tmp_path / "late", arms, [claim]).counts == {"a": (0, 6), "b": (0, 6)}
     claim |= {"metric": "largest_attention_logit", "at_least": 1e9}
     assert one(tmp_path / "any", arms, [claim]).counts == {"a": (6, 6), "b": (0, 6)}
+
+
+def test_the_rise_of_the_held_out_loss(tmp_path):
+    """The value before the first step and the training losses do not count."""
+    training = curve(4000, 0.5)
+
+    def rise(name, *held_out):
+        losses = {"loss/text": training, "val_loss/text": dict(enumerate(held_out))}
+        run = small_run(tmp_path / name, losses, config=config(STEPS), status="completed", step=STEPS)
+        return find_metric("loss_rise/text")[0].measure(run, "text")
+
+    assert rise("a", 3.0, 4.0, 4.125, 4.25) == 0.25 and rise("b", 4.5, 4.25, 4.125, 4.0) == 0.0
+    assert rise("c", 4.5, 4.0, 4.0, math.nan) == math.inf
+    assert math.isnan(rise("d", 4.5, 4.0, 4.125))  # a value only at the end shows no rise
