@@ -27,13 +27,13 @@ from mmqk.data.config import DataConfig, DialConfig
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.dial import Dial
 from mmqk.data.loader import MicroBatches, PositionedLoader, StreamLoader
+from mmqk.data.shards.files import index_tar
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import checked_shards
 from mmqk.data.shards.read import Sample
 from mmqk.data.shards.samples import pair_of
-from mmqk.data.shards.tar import index_tar
 from mmqk.data.stream import Stream
-from mmqk.data.tokens.workers import TokenizeJob
+from mmqk.data.tokens.encode import TokenizeJob
 
 PLAIN = "plain WebDataset loop, images decoded"
 BATCHES, BATCH, SEQ_LEN = 100, 32, 128

@@ -48,9 +48,8 @@ def write_tiny_data(root: Path) -> None:
 
     from data.build.write import write_documents, write_shard
     from mmqk.data.shards.manifest import Manifest, write_manifest
-    from mmqk.data.tokenizers.files import ImageTokenizerConfig
+    from mmqk.data.tokenizers.files import ImageTokenizerConfig, TextTokenizer
     from mmqk.data.tokenizers.image import ImageTokenizer
-    from mmqk.data.tokenizers.text import TextTokenizer
 
     for name in ("pairs", "text", "tokenizers"):
         (root / name).mkdir()

@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     build(locate(options.source_dir, options.cache), options.out)
     for name in ("emoji", "text"):
-        manifest = load_manifest(options.out / name)
-        counts = ", ".join(f"{split} {manifest.count(split)}" for split in manifest.splits)
+        splits = load_manifest(options.out / name).splits
+        counts = ", ".join(f"{split} {sum(shard.samples for shard in shards)}" for split, shards in splits.items())
         size = sum(f.stat().st_size for f in (options.out / name).iterdir()) / 1e6
         print(f"{options.out / name}: {counts}, {size:.1f} MB")
     return 0

@@ -18,11 +18,10 @@ from torchvision.transforms.functional import to_pil_image
 
 from mmqk.data.shards.manifest import load_manifest, manifest_hash
 from mmqk.data.tokenizers import train
-from mmqk.data.tokenizers.files import TRAIN_COMMAND, ImageTokenizerConfig, read_config, tokenizers_hash
+from mmqk.data.tokenizers.files import TRAIN_COMMAND, ImageTokenizerConfig, TextTokenizer, read_config, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokenizers.train_image import psnr
-from mmqk.data.tokenizers.training_data import Documents, Images, Source, add_data_arguments, selection_of
+from mmqk.data.tokenizers.training_data import Images, Source, add_data_arguments, selection_of
 from mmqk.store import OneSentenceParser, find_file, identity_hash, relative_word, run_main, without_roots, write_folder
 from mmqk.store.files import writing
 
@@ -161,7 +160,7 @@ def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
     return sheet
 
 
-def page(m: Measures, args: argparse.Namespace, source: Source, documents: Documents, read: list[str]) -> str:
+def page(m: Measures, args: argparse.Namespace, source: Source, documents: Source, read: list[str]) -> str:
     """Return the page as Markdown. `read` has sentences about how many images, captions and documents were read."""
     image, words = ImageTokenizer.load(args.tokenizers), TextTokenizer.load(args.tokenizers)
     lines = "\n".join
@@ -266,13 +265,13 @@ def _differing(p: argparse.ArgumentParser, given: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _hashes(source: Source, documents: Documents) -> str:
+def _hashes(source: Source, documents: Source) -> str:
     """Return the hash of each manifest, or of the names and sizes of the files."""
     files = [[path.name, path.stat().st_size] for path in documents.paths]
     text = manifest_hash(documents.folder) if documents.folder else identity_hash({"files": files}) if files else ""
     if source.folder:
         return " and ".join(i for i in (manifest_hash(source.folder), text) if i)
-    shards = [[i.path.name, i.length, len(i)] for i in source.indexes[""]]
+    shards = [[i.path.name, i.path.stat().st_size, len(i)] for i in source.indexes[""]]
     return " and ".join(i for i in (identity_hash({"shards": shards}), text) if i)
 
 
@@ -293,9 +292,9 @@ def main(argv: list[str] | None = None) -> int:
     """Measure the tokenizers, and write README.md and the contact sheet."""
     args = parser().parse_args(argv)
     selection = selection_of(args)
-    source, documents = Source(args.shards, selection), Documents(args.text, selection)
+    source, documents = Source(args.shards, selection), Source(args.text, selection)
     images = source.images(read_config(args.tokenizers).image_size)
-    (captions, read_captions), (texts, read_texts) = source.captions(), documents.read()
+    (captions, read_captions), (texts, read_texts) = source.captions(), documents.documents()
     summaries = {"images": images.summary, "captions": read_captions, "documents": read_texts}
     measures = measure(images, captions, texts, args.tokenizers)
     read = [f"{part}: {summary}" for part, summary in summaries.items() if summary]

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 from mmqk.data.dial_coupling import Coupling, Level, coupling, forest, unigram_entropy, zipf
 from mmqk.data.mixture import Mixture, source_of
+from mmqk.data.shards.files import is_remote
 from mmqk.data.shards.manifest import MANIFEST, SHARE, stream_hash
-from mmqk.data.shards.names import is_remote
 from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokens.encode import source_hash
-from mmqk.data.tokens.folder import Layout, is_token_folder, layout_of, read_header, tokens_hash
+from mmqk.data.tokens.folder import Layout, is_token_folder, layout_of, read_header, source_hash, tokens_hash
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number, refuse
 from mmqk.store import UserError, check_local, find_file, tag

@@ -14,15 +14,13 @@ order of the configuration.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from mmqk.data.config import DialConfig
 from mmqk.data.dial_coupling import UNITS, Edge, Level, unigram_entropy, zipf
-from mmqk.data.mixture import random_stream
+from mmqk.data.mixture import IndexedCache, random_stream
 
 _CHUNK = 512  # number of documents drawn together (fewer if they are long); another number gives other documents
 _CHUNK_TOKENS = 2**19
@@ -37,29 +35,35 @@ _DOCUMENTS, _NOISE = 101, 103
 SEEN = 100
 
 
-class _Modality(NamedTuple):
-    name: str
-    places: slice  # canonical positions, as in all fields here
-    roots_T: np.ndarray
-    levels: list[Level]  # below the roots
-    child_T: np.ndarray  # of all levels
-    parent_T: np.ndarray
-    log_unigram_V: np.ndarray
-    entropy: float  # of the unigram, nats
-    inner: Edge
-    noise: float  # fraction of the targets that are replaced
-    noisy: Edge  # of a parent token and its child's target, which noise may replace; `inner` without noise
+class _Modality:
+    """One modality of a `DialConfig`, whose first token has canonical position ``start``; positions are canonical."""
+
+    def __init__(self, config: DialConfig, name: str, start: int) -> None:
+        roots, *levels = [Level(child + start, parent + start) for child, parent in config.levels(name)]
+        none = np.empty(0, dtype=np.int64)
+        units_V = zipf(*config.unigram(name))
+        self.name, self.places = name, slice(start, start + config.tokens[name])
+        self.roots_T, self.levels = roots.child, levels  # levels below the roots
+        self.child_T, self.parent_T = (np.concatenate([none, *(level[side] for level in levels)]) for side in (0, 1))
+        self.log_unigram_V = np.log(units_V / UNITS)
+        self.entropy = unigram_entropy(units_V)  # nats
+        self.inner = Edge(config.inner(name), self.entropy - config.entropy[name])
+        self.noise = float(config.target_noise.get(name, 0.0))  # fraction of the targets that are replaced
+        self.noisy = self.inner.noisy(self.noise)  # of a parent token and its child's target, which noise may replace
 
 
-class _Tie(NamedTuple):
-    before_T: np.ndarray  # tied roots
-    after_T: np.ndarray
-    edge: Edge
-    noisy_before: Edge  # of an after root and its before root's target; `edge` without noise
-    noisy_after: Edge
+class _Tie:
+    """The tied roots of two consecutive modalities."""
+
+    def __init__(self, config: DialConfig, before: _Modality, after: _Modality) -> None:
+        n = config.ties(before.name, after.name)
+        self.before_T, self.after_T = before.roots_T[:n], after.roots_T[:n]
+        self.edge = Edge(config.tie(before.name, after.name), config.mutual_information / n)
+        self.noisy_before = self.edge.noisy(before.noise)  # of an after root and its before root's target
+        self.noisy_after = self.edge.noisy(after.noise)
 
 
-class Dial:
+class Dial(IndexedCache):
     """A source of documents with chosen statistics.
 
     Args:
@@ -71,14 +75,16 @@ class Dial:
         length: number of tokens in a document, equal for all documents.
     """
 
+    _cached = 8
+
     def __init__(self, config: DialConfig):
         self.config = config
         self.vocab_sizes = dict(config.vocabulary)
         self.length = sum(config.tokens.values())
         tokens = [config.tokens[m] for m in config.names]
         starts = np.cumsum([0, *tokens])
-        self._modalities = [self._make_modality(m, t) for m, t in zip(config.names, starts, strict=False)]
-        self._ties = [self._make_tie(before, after) for before, after in pairwise(self._modalities)]
+        self._modalities = [_Modality(config, m, t) for m, t in zip(config.names, starts, strict=False)]
+        self._ties = [_Tie(config, before, after) for before, after in pairwise(self._modalities)]
         sizes = list(self.vocab_sizes.values())
         self._first_id_T1 = np.repeat(np.cumsum([0, *sizes[:-1]]), tokens)[:, None]
         places = np.split(np.arange(self.length), starts[1:-1])
@@ -89,38 +95,6 @@ class Dial:
         share = {"forward": 0.0, "backward": 1.0, "both": 0.5}[config.order]
         self._backward_share = share if len(tokens) > 1 else 0.0
         self._chunk_size = min(_CHUNK, max(1, _CHUNK_TOKENS // self.length))
-        self._chunk = lru_cache(maxsize=8)(self._draw_chunk)
-
-    def __reduce__(self) -> tuple[type[Dial], tuple[DialConfig]]:
-        return Dial, (self.config,)  # the cache cannot be pickled
-
-    def _make_modality(self, m: str, start: int) -> _Modality:
-        roots, *levels = [Level(child + start, parent + start) for child, parent in self.config.levels(m)]
-        none = np.empty(0, dtype=np.int64)
-        child_T, parent_T = (np.concatenate([none, *(level[side] for level in levels)]) for side in (0, 1))
-        units_V = zipf(*self.config.unigram(m))
-        entropy = unigram_entropy(units_V)
-        inner = Edge(self.config.inner(m), entropy - self.config.entropy[m])
-        noise = float(self.config.target_noise.get(m, 0.0))
-        return _Modality(
-            name=m,
-            places=slice(start, start + self.config.tokens[m]),
-            roots_T=roots.child,
-            levels=levels,
-            child_T=child_T,
-            parent_T=parent_T,
-            log_unigram_V=np.log(units_V / UNITS),
-            entropy=entropy,
-            inner=inner,
-            noise=noise,
-            noisy=inner.noisy(noise),
-        )
-
-    def _make_tie(self, before: _Modality, after: _Modality) -> _Tie:
-        n = self.config.ties(before.name, after.name)
-        edge = Edge(self.config.tie(before.name, after.name), self.config.mutual_information / n)
-        noisy = edge.noisy(before.noise), edge.noisy(after.noise)
-        return _Tie(before.roots_T[:n], after.roots_T[:n], edge, *noisy)
 
     def documents(self, seed: int, first: int, count: int) -> np.ndarray:
         """Return the documents ``first`` to ``first + count - 1`` of a seed: ids_NT, int64.
@@ -140,12 +114,12 @@ class Dial:
         done = 0
         while done < count:
             chunk, place = divmod(first + done, self._chunk_size)
-            part_NT = self._chunk(seed, chunk)[which][place : place + count - done]
+            part_NT = self._kept(seed, chunk)[which][place : place + count - done]
             ids_NT[done : done + len(part_NT)] = part_NT
             done += len(part_NT)
         return ids_NT
 
-    def _draw_chunk(self, seed: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make(self, seed: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents and the targets of a chunk."""
         random = random_stream(seed, _DOCUMENTS, chunk)
         backward_N = random.random(self._chunk_size) < self._backward_share

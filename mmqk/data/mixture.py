@@ -9,7 +9,8 @@ arguments and a number.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,19 +86,15 @@ def apportion(weights: dict[str, float], places: int) -> dict[str, int]:
 class IndexedCache:
     """Caches the last results of ``_make``; a copy in another process starts with an empty cache."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._kept = lru_cache(maxsize=size)(self._make)
+    _make: Callable[..., Any]
+    _cached = 2  # results
 
-    def _make(self, key: int) -> Any:
-        raise NotImplementedError
+    @cached_property
+    def _kept(self) -> Callable[..., Any]:
+        return lru_cache(maxsize=self._cached)(self._make)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_kept"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._kept = lru_cache(maxsize=self._size)(self._make)
 
 
 class Mixture(IndexedCache):
@@ -114,6 +111,8 @@ class Mixture(IndexedCache):
     Raises:
         ValueError: an unknown kind, no positive weight, or a weight too small for the cycle.
     """
+
+    _cached = 64
 
     def __init__(self, weights: dict[str, float], image_first: float, seed: int):
         for kind in weights:
@@ -139,7 +138,6 @@ class Mixture(IndexedCache):
         self._counts = np.array([counts[s] for s in SLOTS])
         self._slots = np.repeat(np.arange(len(SLOTS)), self._counts)
         self._kth = np.concatenate([np.arange(n) for n in self._counts])
-        super().__init__(64)
 
     def _make(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
         # Place the k-th of the c samples of a kind at random within the k-th of c equal parts of the cycle.
@@ -169,7 +167,6 @@ class Epochs(IndexedCache):
 
     def __init__(self, n: int, seed: int, stream: int):
         self.n, self.seed, self.stream = n, seed, stream
-        super().__init__(2)
 
     def _make(self, epoch: int) -> np.ndarray:
         return random_stream(self.seed, self.stream, epoch).permutation(self.n)
@@ -267,7 +264,6 @@ class Packing(IndexedCache):
         self._slots_by_length = np.argsort(slots_N, kind="stable")
         self._lengths_N = lengths_N
         self.padding = float(1 - lengths_N.sum() / (len(rows) * room))
-        super().__init__(2)
 
     def __len__(self) -> int:
         return len(self._ends_R)

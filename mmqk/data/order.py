@@ -48,7 +48,6 @@ class Windows(IndexedCache):
                 f" set data.seq_len to at most {tokens // 2 + 1}, or give more text."
             )
         self._epochs = Epochs(tokens // self.length - 1, seed, stream=TEXT_WINDOWS)
-        super().__init__(2)
 
     def __len__(self) -> int:
         return self._epochs.n
@@ -86,12 +85,13 @@ class DialRows(IndexedCache):
         ValueError: a document of the dial is longer than a row.
     """
 
+    _cached = 4
+
     def __init__(self, dial: Dial, room: int, seed: int, pack: bool) -> None:
         if dial.length > room:
             raise ValueError(f"data.seq_len {room} is too short for the dial's documents of {dial.length} tokens.")
         self.dial, self.seed = dial, seed
         self.per_row = room // dial.length if pack else 1
-        super().__init__(4)
 
     def _make(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         count = DIAL_CHUNK * self.per_row
@@ -252,39 +252,28 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
     held_out = [kind for kind in VALIDATION_CYCLE if len(builder.stores.get(kind, ()))]
     if not held_out:
         raise ValueError("no validation split has a document: hold out a share of the data.")
-    samples = {kind: HeldOut(builder, kind) for kind in held_out}
-    counts, kinds = dict.fromkeys(held_out, 0), []
-    for kind in islice(cycle(held_out), n):
-        if counts[kind] == len(samples[kind]):
-            break
-        kinds.append((kind, counts[kind]))
-        counts[kind] += 1
-    return [samples[kind].row(k, counts[kind]) for kind, k in kinds]
-
-
-class HeldOut:
-    """The held-out rows of one kind, such as pairs or text (`VALIDATION_CYCLE` lists the kinds).
-
-    Raises:
-        ValueError: the held-out text is too short for a row.
-    """
-
-    def __init__(self, builder: SequenceBuilder, kind: str) -> None:
-        self.builder = builder
-        self._items = None if kind == "text" else ItemRows(builder, kind, VALIDATION_SEED, pack=False)
-        if self._items is None and not len(self):
-            tokens = builder.stores["text"].tokens
+    items = {kind: ItemRows(builder, kind, VALIDATION_SEED, pack=False) for kind in held_out if kind != "text"}
+    available = {kind: len(rows) for kind, rows in items.items()}
+    if "text" in held_out:
+        tokens = builder.stores["text"].tokens
+        available["text"] = tokens // builder.room
+        if not available["text"]:
             raise ValueError(
                 f"data.text holds out {tokens} tokens, too few for a sequence of data.seq_len {builder.seq_len}: set"
                 f" data.seq_len to at most {tokens + 1}, or hold out more."
             )
+    counts, kinds = dict.fromkeys(held_out, 0), []
+    for kind in islice(cycle(held_out), n):
+        if counts[kind] == available[kind]:
+            break
+        kinds.append((kind, counts[kind]))
+        counts[kind] += 1
 
-    def __len__(self) -> int:
-        return self.builder.stores["text"].tokens // self.builder.room if self._items is None else len(self._items)
+    def row(kind: str, k: int) -> Row:
+        # The rows are spread evenly, because the split may be sorted by source.
+        item = k * available[kind] // counts[kind]
+        if kind == "text":
+            return builder.window("text", item * builder.room)
+        return items[kind].of(item, "caption_first" if k % 2 else "image_first")
 
-    def row(self, k: int, wanted: int) -> Row:
-        """Return row k of ``wanted`` rows. The rows are spread evenly, because the split may be sorted by source."""
-        item = k * len(self) // wanted
-        if self._items is None:
-            return self.builder.window("text", item * self.builder.room)
-        return self._items.of(item, "caption_first" if k % 2 else "image_first")
+    return [row(kind, k) for kind, k in kinds]

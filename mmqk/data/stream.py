@@ -24,9 +24,9 @@ import numpy as np
 
 from mmqk.data.mixture import mixed, permuted, random_stream, source_of
 from mmqk.data.sequences import Row, SequenceBuilder, joined, pieces
+from mmqk.data.shards.files import filesystem, is_remote
 from mmqk.data.shards.images import Dropped
 from mmqk.data.shards.manifest import split_shards
-from mmqk.data.shards.names import filesystem, is_remote
 from mmqk.data.shards.read import Sample, ShardCache, ShardError, samples_of
 from mmqk.data.shards.samples import IGNORED, ReasonCounts, count_unread, document_of, printable
 from mmqk.data.tokenizers.files import read_config

@@ -21,7 +21,7 @@ from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
 from mmqk.data.mixture import source_of
 from mmqk.data.order import sequence_numbers
-from mmqk.data.shards.tar import index_tar
+from mmqk.data.shards.files import index_tar
 from mmqk.data.tokens.folder import is_token_folder, read_header, read_keys
 from mmqk.inspection.page import FILTERS, TEMPLATES, folders_of, sequence_views
 from mmqk.inspection.views import shard_of

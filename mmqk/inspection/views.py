@@ -19,14 +19,13 @@ import torch
 from PIL import Image
 
 from mmqk.data.batch import TokenBatch
+from mmqk.data.shards.files import index_tar
 from mmqk.data.shards.images import Dropped, load_image
 from mmqk.data.shards.manifest import MANIFEST, load_manifest
 from mmqk.data.shards.samples import pair_of
-from mmqk.data.shards.tar import index_tar
 from mmqk.data.tokenizers.files import SPECIALS as OWN_SPECIALS
-from mmqk.data.tokenizers.files import vocab_sizes_of
+from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import SPECIAL_NAMES, Layout
 
 BROKEN_CHARACTER = "\ufffd"

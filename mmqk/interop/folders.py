@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, model_of, newest_checkpoint, save_checkpoint
-from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, tokenizers_hash
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokens.ids import parse_vocab_sizes
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import OneSentenceParser, UserError, check_empty, find_file, new_folder, read_run

@@ -17,9 +17,8 @@ from PIL import Image
 from mmqk.data.dial import Dial
 from mmqk.data.loader import MicroBatches
 from mmqk.data.shards.manifest import read_pairs
-from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, tokenizers_hash
+from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import TokenWriter, layout_of
 from mmqk.inspection import main
 from mmqk.inspection.views import IdDecoder

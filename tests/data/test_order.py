@@ -15,9 +15,8 @@ from mmqk.data.loader import MicroBatches
 from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
 from mmqk.data.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
 from mmqk.data.sequences import SequenceBuilder, pieces
-from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, vocab_sizes_of
+from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.encode import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, layout_of
 from mmqk.store import UserError, identity_hash

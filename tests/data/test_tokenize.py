@@ -26,10 +26,9 @@ from PIL import Image
 
 from mmqk.data.shards import samples as why
 from mmqk.data.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
-from mmqk.data.tokenizers.files import vocab_sizes_of
+from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
-from mmqk.data.tokens import encode, tokenize, workers
+from mmqk.data.tokens import encode, tokenize
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import UserError
 from tests.data.tars import encoded, write_tar
@@ -337,7 +336,7 @@ def test_slices_write_what_one_process_writes(run: Any, shards: Path) -> None:
 
 KILLED = """
 import multiprocessing, os, signal, sys
-from mmqk.data.tokens import encode, tokenize, workers
+from mmqk.data.tokens import encode, tokenize
 write, done = tokenize.write_json, 0
 def killed(path, value):
     global done
@@ -374,7 +373,7 @@ def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: P
 
 HELD = """
 import os, sys
-from mmqk.data.tokens import encode, tokenize, workers
+from mmqk.data.tokens import encode, tokenize
 from mmqk.store import cli_main
 run_shards, held = tokenize.run_shards, sys.argv.pop(1)
 def hold_back(*args):
@@ -469,7 +468,7 @@ def test_other_shards_of_the_same_name_are_not_those_of_a_finished_folder(run: A
 
 def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = documents(run(*pattern(shards), out="whole")[0])
-    monkeypatch.setattr(workers, "TOKENS_A_FILE", 200)
+    monkeypatch.setattr(encode, "TOKENS_A_FILE", 200)
     monkeypatch.setattr(encode, "IMAGES_A_BATCH", 2)
     folder, _ = run(*pattern(shards))
     assert alike(documents(folder), expected)

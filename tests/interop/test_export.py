@@ -12,8 +12,7 @@ import torch
 from tokenizers import Tokenizer, processors
 
 from mmqk.checkpoint import load_model
-from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash
 from mmqk.interop.folders import main, tokenizer_files
 from mmqk.train import main as train
 from tests.interop.models import logits_of

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mmqk.config import resolve
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.data.tokens.folder import TokenStore
 from mmqk.data.tokens.tokenize import main as tokenize
 from mmqk.inspection import main

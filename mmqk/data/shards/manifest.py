@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from mmqk.data.shards.files import base_name, index_tar, is_remote, shard_names
 from mmqk.data.shards.images import Dropped, load_image, open_image
-from mmqk.data.shards.names import base_name, is_remote, shard_names
 from mmqk.data.shards.read import read_lines
 from mmqk.data.shards.samples import document_of, json_of, pair_of, printable, text_of
-from mmqk.data.shards.tar import index_tar
 from mmqk.store import DamagedFile, UserError, check_regular, hash_fraction, identity_hash, read_json, write_json
 
 MANIFEST = "manifest.json"
@@ -43,15 +42,21 @@ class Manifest:
     splits: dict[str, tuple[Shard, ...]]
     about: dict[str, Any]
 
-    def count(self, split: str) -> int:
-        """Return the number of samples in a split."""
-        return sum(shard.samples for shard in self.splits[split])
-
 
 def sha256_file(path: Path) -> str:
     """Return the hex sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_sha256(path: Path, expected: str, record: str, advice: str) -> None:
+    """Compare a file with the sha256 in a record.
+
+    Raises:
+        UserError: they differ. OSError: the file cannot be read.
+    """
+    if (digest := sha256_file(path)) != expected:
+        raise UserError(f"{path} differs from {record} (sha256 {digest[:10]}, expected {expected[:10]}): {advice}")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -104,14 +109,9 @@ def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
         if not path.is_file():
             raise UserError(f"shard {path} is missing: {RESTORE}")
         try:
-            digest = sha256_file(path)
+            check_sha256(path, shard.sha256, "its manifest", RESTORE)
         except OSError as error:
             raise UserError(f"shard {path} cannot be read ({error.strerror}): {RESTORE}") from None
-        if digest != shard.sha256:
-            raise UserError(
-                f"shard {path} differs from its manifest "
-                f"(sha256 {digest[:10]}, expected {shard.sha256[:10]}): {RESTORE}"
-            )
         shards.append((path, shard))
     return shards
 

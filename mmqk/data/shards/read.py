@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmqk.data.shards.names import base_name, filesystem, is_remote
+from mmqk.data.shards.files import REWRITE, Forward, base_name, filesystem, index_tar, is_remote, members
 from mmqk.data.shards.samples import LINE, LONGEST_LINE
-from mmqk.data.shards.tar import REWRITE, Forward, index_tar, members
 from mmqk.store import UserError
 from mmqk.store.errors import reason_of
 

@@ -1,4 +1,5 @@
-"""The two files of a tokenizer folder, the shape of an image tokenizer, and the joint vocabulary, without torch.
+"""The files of a tokenizer folder: the text tokenizer, the shape of the image tokenizer, and the joint vocabulary of
+both. No torch.
 
 The joint vocabulary has special tokens and text entries, then image codes.
 
@@ -15,23 +16,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mmqk.model.ranges import check_fields, number
 from mmqk.store import UserError
 
 TEXT_FILE = "text.json"
 IMAGE_FILE = "image.safetensors"
-HASH_DIGITS = 10
 
 TRAIN_COMMAND = "mmqk data tokenizers"
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 FORMAT = "mmqk image tokenizer 1"
-METADATA_KEY = "mmqk"
+BYTES = 256
+"""Number of entries for single bytes, which every byte-level vocabulary has, so any text has ids."""
 STRIDES = (4, 8, 16, 32)
 """Pixels per code after each of the four stages of ConvNeXt."""
 
@@ -70,7 +73,71 @@ def tokenizers_hash(folder: Path | str) -> str:
         content = existing_file(folder, name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
-    return digest.hexdigest()[:HASH_DIGITS]
+    return digest.hexdigest()[:10]
+
+
+class TextTokenizer:
+    """Byte-level BPE, which encodes every string without loss.
+
+    It has no special tokens; the joint vocabulary adds them.
+
+    Attributes:
+        size: number of entries; ids are 0 to size - 1.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.size: int = tokenizer.get_vocab_size()
+
+    @classmethod
+    def load(cls, folder: Path | str) -> TextTokenizer:
+        """Read `text.json` of a tokenizer folder.
+
+        Raises:
+            UserError: the file is missing or is not a tokenizer.
+        """
+        path = existing_file(folder, TEXT_FILE)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every error in a file
+            raise damaged(path, error) from error
+        # The block of text in the joint vocabulary has one id for each entry of the model.
+        if sorted(tokenizer.get_vocab().values()) != list(range(tokenizer.get_vocab_size(with_added_tokens=False))):
+            raise damaged(path, "model.vocab does not have all ids from 0 on, or there are added tokens")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int = 1024) -> TextTokenizer:
+        """Train a vocabulary of `size` entries on texts, or of fewer if the texts give no more. The same texts in the
+        same order give the same entries.
+
+        Raises:
+            UserError: `size` is below 256 (one entry per byte).
+        """
+        if size < BYTES:
+            raise UserError(f"--text-size is {size}: give at least {BYTES}, one entry per byte.")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, each from 0 to size - 1."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; bytes that are not UTF-8 (part of a character) become U+FFFD."""
+        return self._tokenizer.decode([int(i) for i in ids])
+
+    def to_json(self) -> str:
+        """Return the content of `text.json`."""
+        return self._tokenizer.to_str(pretty=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -118,10 +185,10 @@ class ImageTokenizerConfig:
         and 2**25 distances to codes."""
         return max(1, min(256 * 64**2 // self.image_size**2, 2**25 // (self.grid**2 * self.codes)))
 
-    @property
-    def stages(self) -> int:
-        """Number of encoder stages that gives this stride."""
-        return self.doublings - 1
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of `image.safetensors`."""
+        # Use a single key: safetensors writes several keys in any order, but equal tokenizers must give equal bytes.
+        return {"mmqk": json.dumps({"format": FORMAT, "config": asdict(self)})}
 
 
 def read_config(folder: Path | str) -> ImageTokenizerConfig:
@@ -133,7 +200,7 @@ def read_config(folder: Path | str) -> ImageTokenizerConfig:
     path = existing_file(folder, IMAGE_FILE)
     try:
         with safe_open(path, framework="numpy") as file:
-            about = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+            about = json.loads((file.metadata() or {}).get("mmqk", "{}"))
         if about.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         return ImageTokenizerConfig(**about["config"])

@@ -8,8 +8,6 @@ codebook, D code width.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,7 @@ from safetensors.torch import save
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
-from mmqk.data.tokenizers.files import (
-    FORMAT,
-    IMAGE_FILE,
-    METADATA_KEY,
-    ImageTokenizerConfig,
-    damaged,
-    existing_file,
-    read_config,
-)
+from mmqk.data.tokenizers.files import IMAGE_FILE, ImageTokenizerConfig, damaged, existing_file, read_config
 
 # Largest number of distances from vectors to codes in memory at a time (64 MB).
 DISTANCES = 2**24
@@ -55,7 +45,15 @@ class ImageTokenizer(nn.Module):
         self.grid = (config.grid, config.grid)
         self.size = config.codes
         self.image_size = config.image_size
-        self.encoder = encoder(config.stages)
+        # The first stages of ConvNeXt-atto (Liu et al., 2201.03545) map (B, 3, S, S) to a list of feature maps. The
+        # stride is 4 after one stage and doubles with each further stage.
+        self.encoder: Any = timm.create_model(
+            "convnext_atto",
+            pretrained=False,
+            features_only=True,
+            out_indices=tuple(range(config.doublings - 1)),
+            ls_init_value=1.0,  # timm's default 1e-6 is for very deep networks and needs more steps in this one
+        )
         self.project = nn.Conv2d(self.encoder.feature_info.channels()[-1], config.code_dim, 1)
         self.decoder = Decoder(config.code_dim, config.decoder_width, config.doublings, config.decoder_depth)
         self.register_buffer("codebook_VD", torch.zeros(config.codes, config.code_dim))
@@ -82,9 +80,7 @@ class ImageTokenizer(nn.Module):
     def to_bytes(self) -> bytes:
         """Return the content of `image.safetensors`: weights in fp16, the configuration in the metadata."""
         weights = {name: w.detach().cpu().half().contiguous() for name, w in self.state_dict().items()}
-        # Use a single key: safetensors writes several keys in any order, but equal tokenizers must give equal bytes.
-        about = json.dumps({"format": FORMAT, "config": asdict(self.config)})
-        return save(weights, {METADATA_KEY: about})
+        return save(weights, self.config.metadata())
 
     def features(self, images_BCHW: Tensor) -> Tensor:
         """Return the vectors before quantization, (B, D, G, G); pixels are in [0, 1]."""
@@ -111,25 +107,6 @@ class ImageTokenizer(nn.Module):
         """Return the images of codes (B, N): (B, 3, image_size, image_size), fp32 in [0, 1]."""
         z_BND = self.codebook_VD[codes_BN.long()]
         return self.decoder(z_BND.transpose(1, 2).unflatten(2, self.grid)).clamp(0, 1)
-
-    def extra_repr(self) -> str:
-        c = self.config
-        return f"{c.image_size} px -> {c.grid}x{c.grid} of {c.codes} codes"
-
-
-def encoder(stages: int) -> Any:
-    """Return the first `stages` stages of ConvNeXt-atto (Liu et al., 2201.03545).
-
-    It maps (B, 3, S, S) to a list of feature maps. The last map is (B, C, S/stride, S/stride). The stride is 4 after
-    one stage and doubles with each further stage.
-    """
-    return timm.create_model(
-        "convnext_atto",
-        pretrained=False,
-        features_only=True,
-        out_indices=tuple(range(stages)),
-        ls_init_value=1.0,  # timm's default 1e-6 is for very deep networks and needs more steps in this one
-    )
 
 
 class ResidualBlock(nn.Module):

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmqk.data.shards.manifest import SHARE, small_set_sentence
-from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig
-from mmqk.data.tokenizers.text import TextTokenizer
-from mmqk.data.tokenizers.training_data import Documents, Images, Source, add_data_arguments, flags_named, selection_of
+from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig, TextTokenizer
+from mmqk.data.tokenizers.training_data import Images, Source, add_data_arguments, flags_named, selection_of
 from mmqk.store import OneSentenceParser, UserError, write_atomic
 from mmqk.store.files import writing
 
@@ -74,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     config = _image_config(args)
     _check(args, wanted, config)
     selection = selection_of(args)
-    source, documents = Source(args.shards, selection), Documents(args.text, selection)
+    source, documents = Source(args.shards, selection), Source(args.text, selection)
     # Read the images first: images that cannot be used must be an error before the text tokenizer is trained.
     images = None
     if "image" in wanted:
@@ -92,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train_text(source: Source, documents: Documents, size: int) -> TextTokenizer:
+def train_text(source: Source, documents: Source, size: int) -> TextTokenizer:
     """Train BPE on the captions and documents of a train split, half of the characters from each.
 
     The smaller part, usually the captions, is repeated, so that the words of captions get entries.
@@ -100,7 +99,7 @@ def train_text(source: Source, documents: Documents, size: int) -> TextTokenizer
     Raises:
         UserError: shards or documents are missing or damaged.
     """
-    (captions, read_captions), (texts, read_texts) = source.captions(), documents.read()
+    (captions, read_captions), (texts, read_texts) = source.captions(), documents.documents()
     for part, summary in (("captions", read_captions), ("documents", read_texts)):
         if summary:
             print(f"text: {part}: {summary}", flush=True)

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
+from mmqk.data.shards.files import TarIndex, expand, index_tar
 from mmqk.data.shards.images import MAX_PIXELS, Dropped, Fit, load_image
 from mmqk.data.shards.manifest import MANIFEST, SHARE, checked_shards, default_share, fractions_of, split_of
-from mmqk.data.shards.names import expand
 from mmqk.data.shards.read import read_samples
 from mmqk.data.shards.samples import LINE, NO_IMAGE, document_of, text_of
-from mmqk.data.shards.tar import TarIndex, index_tar
 from mmqk.model.ranges import BELOW_ONE, check_fields, number
 from mmqk.progress import track
 from mmqk.store import UserError, find_file
@@ -139,31 +138,28 @@ class Images:
     summary: str
 
 
-def _named(given: Sequence[str | Path] | str | Path) -> tuple[str, Path | None, list[Path]]:
-    """Return the names as one text, the folder if they name one with a manifest, and otherwise the files."""
-    names = [str(name) for name in ([given] if isinstance(given, str | Path) else given)]
-    name = " ".join(names)
-    if not name:
-        return name, None, []
-    if (Path(name) / MANIFEST).exists():
-        return name, Path(name), []
-    return name, None, expand(names)
-
-
 class Source:
-    """Samples of a folder with a manifest, or of tars: pairs as img2dataset writes them, or interleaved documents.
+    """Samples of a folder with a manifest, of tars (pairs as img2dataset writes them, or interleaved documents), or of
+    JSON lines.
 
     Args:
-        shards: the folder, or paths or patterns of tars.
+        given: the folder, or paths or patterns of files; an empty name for none.
         selection: the samples to use.
+
+    Attributes:
+        name: all names as one text.
+        folder: the folder, if it has a manifest.
+        paths: otherwise the files.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.
     """
 
-    def __init__(self, shards: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> None:
-        self.selection = selection or Selection()
-        self.name, self.folder, self.paths = _named(shards)
+    def __init__(self, given: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> None:
+        names = [str(name) for name in ([given] if isinstance(given, str | Path) else given)]
+        self.selection, self.name = selection or Selection(), " ".join(names)
+        self.folder = Path(self.name) if self.name and (Path(self.name) / MANIFEST).exists() else None
+        self.paths = expand(names) if self.name and self.folder is None else []
 
     @cached_property
     def indexes(self) -> dict[str, list[TarIndex]]:
@@ -245,38 +241,8 @@ class Source:
             raise UserError(f"{self.name} has no captions ({read or 'no samples'}): check the shards.")
         return captions, read
 
-    def _read(
-        self, by_split: dict[str, list[TarIndex]], most: int, what: str, dropped: Counter[str]
-    ) -> Iterator[tuple[int, str, list[bytes | str]]]:
-        """Yield the number, the split, and the images and texts of at most ``most`` samples of each split."""
-        for split, indexes in by_split.items():
-            first = np.cumsum([0, *map(len, indexes)])
-            places = spread(int(first[-1]), most)
-            shards = np.searchsorted(first, places, side="right") - 1
-            pairs = list(zip(shards.tolist(), (places - first[shards]).tolist(), strict=True))
-            for turn, (shard, place) in enumerate(track(pairs, len(pairs), f"samples read for {what}")):
-                sample = indexes[shard].read(place)
-                try:
-                    identity, parts = document_of(sample, "", self.selection.caption_field)
-                except Dropped as fault:
-                    dropped[fault.reason] += 1
-                    continue
-                yield turn, split or split_of(identity, self.val_fraction), parts
-
-
-class Documents:
-    """The text documents of the train split of a folder or of JSON lines; none if `text` is an empty name.
-
-    Raises:
-        UserError: a pattern names no file, or the folder has no manifest.
-    """
-
-    def __init__(self, text: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> None:
-        self.selection = selection or Selection()
-        self.name, self.folder, self.paths = _named(text)
-
-    def read(self) -> tuple[list[str], str]:
-        """Return the texts, and a summary of how many documents were read.
+    def documents(self) -> tuple[list[str], str]:
+        """Return the texts of the train split of a folder or of JSON lines, and a summary of how many were read.
 
         The summary is empty if all documents were read. If the texts have more characters than the limit,
         only the beginning of each file is read, so that it is not decompressed to its end.
@@ -315,3 +281,21 @@ class Documents:
         if paths and not texts:
             raise UserError(f'{self.name} has no documents ({read}): give JSON lines with a field "text".')
         return texts, read if cut or dropped else ""
+
+    def _read(
+        self, by_split: dict[str, list[TarIndex]], most: int, what: str, dropped: Counter[str]
+    ) -> Iterator[tuple[int, str, list[bytes | str]]]:
+        """Yield the number, the split, and the images and texts of at most ``most`` samples of each split."""
+        for split, indexes in by_split.items():
+            first = np.cumsum([0, *map(len, indexes)])
+            places = spread(int(first[-1]), most)
+            shards = np.searchsorted(first, places, side="right") - 1
+            pairs = list(zip(shards.tolist(), (places - first[shards]).tolist(), strict=True))
+            for turn, (shard, place) in enumerate(track(pairs, len(pairs), f"samples read for {what}")):
+                sample = indexes[shard].read(place)
+                try:
+                    identity, parts = document_of(sample, "", self.selection.caption_field)
+                except Dropped as fault:
+                    dropped[fault.reason] += 1
+                    continue
+                yield turn, split or split_of(identity, self.val_fraction), parts

@@ -19,6 +19,7 @@ tokens         the ids of other tokenizers, unchanged; ``mmqk data ids`` makes s
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.data.shards.manifest import sha256_file
+from mmqk.data.shards.manifest import MANIFEST, check_sha256, manifest_hash, sha256_file
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, replacing, write_json
 from mmqk.store.files import read_regular
@@ -306,12 +307,8 @@ def _read_part(
             states[str(path)] = state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
             if kept.get(str(path)) == state:
                 continue
-            changed, digest = True, sha256_file(path)
-            if digest != sha256:
-                raise UserError(
-                    f"{path} differs from {TOKENS} (sha256 {digest[:10]}, expected {sha256[:10]}): copy it again, or"
-                    " make the folder again."
-                )
+            changed = True
+            check_sha256(path, sha256, TOKENS, "copy it again, or make the folder again.")
     except (OSError, ValueError) as error:
         raise UserError(f"Part {stem} of a token folder cannot be read ({error}): make it again.") from None
     if changed and len(ids) and (largest := int(ids.max())) >= layout.size:
@@ -349,9 +346,7 @@ def read_header(folder: Path | str) -> Header:
 def read_keys(folder: Path, split: str, part: str) -> list[str] | None:
     """Return the keys of the documents of a part in their shard; None if the folder has none."""
     path = folder / split / f"{part}.keys.json"
-    if not path.exists():
-        return None
-    keys: list[str] = json.loads(read_regular(path))
+    keys: list[str] | None = json.loads(read_regular(path)) if path.exists() else None
     return keys
 
 
@@ -367,3 +362,23 @@ def tokens_hash(folder: Path | str) -> str:
     record = {"kind": header.kind, "layout": asdict(header.layout)}
     record["splits"] = {split: [asdict(part) for part in parts] for split, parts in header.splits.items()}
     return identity_hash({**record, "modalities": list(header.layout.vocab_sizes)})
+
+
+def source_hash(folder: Path, kind: str) -> str:
+    """Return the hash (10 hex digits) of the samples of a source, which is a folder of shards or of tokens.
+
+    Raises:
+        UserError: the folder has neither shards with a manifest nor tokens.
+    """
+    if is_token_folder(folder):
+        return tokens_hash(folder)
+    if not folder.exists() and not glob.has_magic(str(folder)) and "{" not in str(folder):
+        raise UserError(f"{folder} does not exist: check the path, or make a token folder there.")
+    if kind == "interleaved" or not (folder / MANIFEST).exists():
+        what = {"interleaved": "--interleaved --shards", "text": "--text"}.get(kind, "--shards")
+        online = "; or read tars as they are with --data.read shards" if kind == "pair" else ""
+        raise UserError(
+            f"{folder} is neither a token folder nor a folder of shards with a manifest: make a token folder with"
+            f" mmqk data tokenize {what} PATTERN --out FOLDER{online}."
+        )
+    return manifest_hash(folder)

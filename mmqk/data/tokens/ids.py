@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mmqk.data.shards.files import expand
 from mmqk.data.shards.manifest import SHARE, default_share, small_set_sentence
-from mmqk.data.shards.names import expand
 from mmqk.data.tokens.folder import Layout, TokenWriter, load_array
 from mmqk.store import OneSentenceParser, UserError, check_empty, hash_fraction, new_folder
 from mmqk.store.files import writing

@@ -11,21 +11,21 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from mmqk.data.shards.manifest import SHARE, default_share, fractions_of, sha256_file, small_set_sentence
-from mmqk.data.shards.names import expand
+from mmqk.data.shards.files import expand
+from mmqk.data.shards.manifest import SHARE, check_sha256, default_share, fractions_of, small_set_sentence
 from mmqk.data.shards.read import read_samples
 from mmqk.data.shards.samples import ReasonCounts
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokenizers.training_data import add_sample_arguments
+from mmqk.data.tokens.encode import TokenizeJob, run_shards
 from mmqk.data.tokens.folder import SPLITS, Part, TokenWriter, is_token_folder, layout_of, read_header
-from mmqk.data.tokens.workers import TokenizeJob, run_shards
 from mmqk.progress import track
 from mmqk.store import DamagedFile, OneSentenceParser, UserError, find_file, read_json, write_json
 from mmqk.store.errors import slice_of
@@ -176,27 +176,22 @@ def _already_finished(args: argparse.Namespace, kind: str, paths: list[Path]) ->
     _options(args, kind, paths, command)
     for path, made in zip(paths, header.about["shards"], strict=False):
         # Another shard may have the same name, and a shard may have changed.
-        if path.stat().st_size != made["size"] or sha256_file(path) != made["sha256"]:
-            raise UserError(
-                f"{path} differs from the shard that {args.out} was made of: give another --out, or remove {args.out}"
-            )
+        advice = f"give another --out, or remove {args.out}"
+        check_sha256(path, made["sha256"], f"the shard that {args.out} was made of", advice)
     print(f"{args.out} is finished: " + _counts(header.splits))
     return 0
 
 
-@contextmanager
-def _locked(out: Path, name: str) -> Iterator[None]:
-    """Lock the folder against other processes."""
+def _locked(out: Path, name: str) -> AbstractContextManager[object]:
+    """Lock the folder against other processes; return the context that unlocks it."""
     unfinished = out / UNFINISHED
     if out.exists() and not unfinished.is_dir() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not a token folder: give another --out")
     unfinished.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(FileLock(unfinished / name, timeout=0))
-        except Timeout:
-            raise UserError(f"another process is writing {out}: wait for it, or give another --out") from None
-        yield
+    try:
+        return FileLock(unfinished / name, timeout=0).acquire()
+    except Timeout:
+        raise UserError(f"another process is writing {out}: wait for it, or give another --out") from None
 
 
 def _tokenize(

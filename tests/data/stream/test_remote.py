@@ -11,8 +11,8 @@ from itertools import chain
 import pytest
 
 from mmqk.data.shards import names, read
+from mmqk.data.shards.files import shard_names
 from mmqk.data.shards.manifest import split_shards
-from mmqk.data.shards.names import shard_names
 from mmqk.data.shards.read import ShardCache, ShardError, samples_of
 from mmqk.store import UserError
 from tests.data.stream.test_lanes import epoch_of, open_lanes, write_shards

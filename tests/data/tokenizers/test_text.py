@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmqk.data.shards.manifest import read_pairs
-from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash
 from mmqk.store import UserError
 
 SHIPPED = TextTokenizer.load(Path(__file__).resolve().parents[3] / "data" / "tokenizers")

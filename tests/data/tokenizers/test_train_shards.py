@@ -8,9 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmqk.data.tokenizers.files import vocab_sizes_of
+from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokenizers.train import main
 from mmqk.store import cli_main
 from tests.data.tars import encoded, write_samples

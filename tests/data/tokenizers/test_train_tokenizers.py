@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from mmqk.data.tokenizers.files import ImageTokenizerConfig
+from mmqk.data.tokenizers.files import ImageTokenizerConfig, TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokenizers.train import main
 from mmqk.data.tokenizers.training_data import Source
 from mmqk.store import cli_main

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmqk.data.shards.manifest import read_pairs, split_of
-from mmqk.data.tokenizers.training_data import Documents, Selection, Source
+from mmqk.data.tokenizers.training_data import Selection, Source
 from mmqk.store import UserError
 from tests.data.tars import encoded, write_samples
 
@@ -115,9 +115,9 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
     expected = [text for text in texts if not held_out(text.encode(), 0.25)]
     assert 0 < len(expected) < 40
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "?.jsonl"):
-        texts, summary = Documents(str(tmp_path / name), Selection(val_fraction=0.25)).read()
+        texts, summary = Source(str(tmp_path / name), Selection(val_fraction=0.25)).documents()
         assert (texts, summary) == (expected, "")
-    assert Documents("").read() == ([], "")
+    assert Source("").documents() == ([], "")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
     with pytest.raises(UserError, match=r"cut\.jsonl\.gz is truncated"):
-        Documents(str(tmp_path / "cut.jsonl.gz")).read()
+        Source(str(tmp_path / "cut.jsonl.gz")).documents()

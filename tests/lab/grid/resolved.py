@@ -9,7 +9,7 @@ import pytest
 
 from mmqk.config import RunConfig, resolve
 from mmqk.data.shards.manifest import read_pairs
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.lab.grid import Grid, load_grid
 from mmqk.store import flatten
 

@@ -1,4 +1,4 @@
-"""Read tars of samples by offset, after one pass over the headers.
+"""Find the files of shards, and read tars of samples by offset, after one pass over the headers.
 
 webdataset splits a name into key and field. tarfile reads the headers, because webdataset's reader gives no offsets,
 does not count the files that it skips, and reads a truncated archive without an error. Nothing is extracted: a name
@@ -7,22 +7,143 @@ such as ``../x`` is only a key.
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from braceexpand import braceexpand
 
 from mmqk.data.shards.samples import IGNORED, ReasonCounts, printable
-from mmqk.store import UserError
+from mmqk.store import UserError, check_local, check_regular
+from mmqk.store.errors import reason_of
 
+TIMEOUT = 30  # seconds without a byte
+REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 REWRITE = "copy or download it again, or write it again"
 # The first bytes of gzip, bzip2, xz and zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
+
+
+def is_remote(name: str) -> bool:
+    """Return whether a name is a URL."""
+    return REMOTE.match(name) is not None
+
+
+def shard_names(pattern: str) -> list[str]:
+    """Return the shards that a pattern names, in order: URLs, or the paths of `expand`.
+
+    A brace range of URLs is not compared with what exists; a glob lists its folder.
+
+    Raises:
+        UserError: the pattern names no shard, or the engine of its protocol is missing.
+    """
+    if not is_remote(pattern):
+        return [str(path) for path in expand([pattern])]
+    found: list[str] = []
+    for name in _braces(pattern):
+        address = name.partition("://")[2]
+        if "*" in address or "[" in address or ("?" in address and not name.startswith("http")):
+            system = filesystem(name)
+            try:
+                found += [system.unstrip_protocol(path) for path in sorted(system.glob(name))]
+            except Exception as error:
+                raise UserError(
+                    f"{name} cannot be listed ({reason_of(error)}): check the address and the access"
+                ) from None
+        else:
+            found.append(name)
+    if not found:
+        raise UserError(f"{pattern} names no shard: check the address")
+    if len(set(found)) < len(found):
+        raise UserError(f"{pattern} names a shard twice: name each shard once")
+    return found
+
+
+def filesystem(url: str) -> Any:
+    """Return fsspec's file system of a URL, with time limits.
+
+    Raises:
+        UserError: its engine is not installed, or the protocol is unknown.
+    """
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    options: dict[str, Any] = {}
+    if protocol in ("http", "https"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
+        options["client_kwargs"] = {"timeout": timeout}
+    elif protocol in ("s3", "s3a"):
+        options["config_kwargs"] = {"connect_timeout": TIMEOUT, "read_timeout": TIMEOUT}
+    try:
+        return fsspec.filesystem(protocol, **options)
+    except ImportError:
+        extra = "mmqk[s3]" if protocol.startswith("s3") else f"the package of fsspec for {protocol}://"
+        raise UserError(f"{url} needs a package that is not installed: pip install '{extra}'") from None
+    except ValueError as error:
+        raise UserError(f"{url} cannot be read ({error}): give a local path, s3://, https:// or hf://") from None
+
+
+def base_name(name: str) -> str:
+    """Return the file name of a shard."""
+    return name.partition("?")[0].rpartition("/")[2] if is_remote(name) else os.path.basename(name)
+
+
+def expand(patterns: Sequence[str]) -> list[Path]:
+    """Return the files that patterns name, in order.
+
+    A pattern can have brace ranges (``a{000..012}b``), lists (``{a,b}``) and globs.
+
+    Raises:
+        UserError: a pattern names no file, a missing file, a folder, a pipe or a URL, or a file is named twice.
+    """
+    files: dict[str, Path] = {}
+    real_folder = cache(os.path.realpath)  # a folder can have 100,000 shards
+    for pattern in patterns:
+        for path in _files_of(pattern):
+            check_regular(path)
+            folder, name = os.path.split(path)
+            real = os.path.realpath(path) if os.path.islink(path) else os.path.join(real_folder(folder), name)
+            if files.setdefault(real, path) is not path:
+                raise UserError(f"{path} is named twice: name each file once")
+    if not files:
+        raise UserError("no files are named: give at least one path, such as 'shards/{00000..00099}.tar'")
+    return list(files.values())
+
+
+def _braces(pattern: str) -> list[str]:
+    """Return the names that the brace ranges and lists of a pattern stand for."""
+    try:
+        return list(braceexpand(pattern, escape=False))
+    except ValueError:  # unbalanced braces
+        return [pattern]
+
+
+def _files_of(pattern: str) -> Iterator[Path]:
+    check_local(pattern)
+    whole = os.path.expanduser(pattern)
+    for name in [whole] if os.path.exists(whole) else _braces(whole):
+        if os.path.exists(os.path.join(name, "tokens.json")):
+            raise UserError(f"{name} is a token folder, not a shard: name shards, or read it with data.read tokens")
+        if os.path.isdir(name):
+            raise UserError(f"{name} is a folder: name its files, such as {os.path.join(name, '*.tar')!r}")
+        if os.path.exists(name):
+            yield Path(name)
+        elif matches := sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []:
+            yield from map(Path, matches)
+        elif name == whole:
+            raise UserError(f"{pattern} names no file: check the path")
+        else:
+            raise UserError(f"{pattern} names {name}, which does not exist: check the path and the range")
 
 
 @dataclass
@@ -31,7 +152,6 @@ class TarIndex:
 
     Attributes:
         path: the archive.
-        length: size of the archive in bytes.
         keys: key of each sample, in the order of the archive.
         fields: field of each file: its name after the first dot, in lower case.
         extent_M2: offset and size of each file in bytes. Flat arrays need little memory for millions of samples.
@@ -41,7 +161,6 @@ class TarIndex:
     """
 
     path: Path
-    length: int
     keys: list[str]
     fields: list[str] = field(repr=False)
     extent_M2: np.ndarray = field(repr=False)
@@ -91,7 +210,7 @@ def index_tar(path: Path | str) -> TarIndex:
     keys: dict[str, None] = {}
     fields: list[str] = []
     extent: list[tuple[int, int]] = []
-    first, unread, current = list[int](), ReasonCounts(), None
+    first, unread = list[int](), ReasonCounts()
     try:
         with open(path, "rb") as file:
             if file.peek(6).startswith(_COMPRESSED):
@@ -100,25 +219,23 @@ def index_tar(path: Path | str) -> TarIndex:
                 if key is None:
                     unread.add(IGNORED, info.name)
                     continue
-                if key != current:
+                if not keys or key != next(reversed(keys)):
                     if key in keys:
                         raise UserError(
                             f"shard {path} has the sample {printable(key)} in two places: write the archive again"
                             " with the files of a sample next to each other, sorted by name"
                         )
                     keys[key] = None
-                    current = key
                     first.append(len(fields))
                 elif name in fields[first[-1] :]:
                     raise UserError(f"shard {path} has the file {printable(info.name)} twice: write it again")
                 fields.append(sys.intern(name))
                 extent.append((info.offset_data, info.size))
-            length = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise UserError(f"shard {path} cannot be read ({error.strerror or error}): {REWRITE}") from None
     extent_M2 = np.array(extent, dtype=np.int64).reshape(-1, 2)
     first_N = np.array([*first, len(fields)], dtype=np.int64)
-    return TarIndex(path, length, list(keys), fields, extent_M2, first_N, len(fields) + unread.total, unread)
+    return TarIndex(path, list(keys), fields, extent_M2, first_N, len(fields) + unread.total, unread)
 
 
 def members(path: Path | str, file: Forward) -> Iterator[tuple[tarfile.TarInfo, str | None, str]]:
