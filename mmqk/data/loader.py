@@ -257,7 +257,7 @@ class StreamLoader(PositionedLoader):
     def _batches(self) -> Iterator[TokenBatch]:
         workers, accumulate = min(self.workers, self.dataset.size), self.dataset.accumulate
         source = StreamedParts(self.dataset, self.rows, self.seed, self.position, dict(self.cursors))
-        parts = iter(DataLoader(source, batch_size=None, num_workers=workers))  # type: ignore[arg-type]
+        parts = iter(DataLoader(source, batch_size=None, num_workers=workers))
         for _ in range(self.position, len(self.dataset), accumulate):
             # The normalizer of the loss counts the targets of the whole step.
             step = [[next(parts) for _ in range(max(1, workers))] for _ in range(accumulate)]

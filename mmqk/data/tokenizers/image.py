@@ -9,7 +9,6 @@ codebook, D code width.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -47,14 +46,14 @@ class ImageTokenizer(nn.Module):
         self.image_size = config.image_size
         # The first stages of ConvNeXt-atto (Liu et al., 2201.03545) map (B, 3, S, S) to a list of feature maps. The
         # stride is 4 after one stage and doubles with each further stage.
-        self.encoder: Any = timm.create_model(
+        self.encoder = timm.create_model(
             "convnext_atto",
             pretrained=False,
             features_only=True,
             out_indices=tuple(range(config.doublings - 1)),
             ls_init_value=1.0,  # timm's default 1e-6 is for very deep networks and needs more steps in this one
         )
-        self.project = nn.Conv2d(self.encoder.feature_info.channels()[-1], config.code_dim, 1)
+        self.project = nn.Conv2d(self.encoder.feature_info.channels()[-1], config.code_dim, 1)  # type: ignore
         self.decoder = Decoder(config.code_dim, config.decoder_width, config.doublings, config.decoder_depth)
         self.register_buffer("codebook_VD", torch.zeros(config.codes, config.code_dim))
         self.codebook_VD: Tensor
