@@ -66,7 +66,7 @@ class Loop:
             self.parameters, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay, fused=True
         )  # fmt: skip
         self.loss, self.device, self.batches = loss, device, itertools.cycle(batches)
-        self.mixed = run.trainer["precision"] == "bf16-mixed"
+        self.mixed = run.trainer.precision == "bf16-mixed"
         self.first_loss: float | None = None
         self.first_seconds: float | None = None
 
@@ -175,7 +175,7 @@ class Stack:
         self.data.setup()
         self.first_seconds: float | None = None
         self.first_loss: float | None = None
-        if run.trainer["accelerator"] == "cpu":
+        if run.trainer.accelerator == "cpu":
             keep_freed_memory()  # as mmqk.train does
             skip_nvml_check()
         quieten()
@@ -204,7 +204,7 @@ class Stack:
             if self.batches is None:
                 trainer.fit(self.module, datamodule=self.data)
             else:
-                device = torch.device("cuda" if self.run.trainer["accelerator"] == "gpu" else "cpu")
+                device = torch.device("cuda" if self.run.trainer.accelerator == "gpu" else "cpu")
                 loader = PositionedLoader(_Around(self.batches, steps), 0, device)  # type: ignore[arg-type]
                 trainer.fit(self.module, loader)
         if self.first_seconds is None:

@@ -72,7 +72,7 @@ def facts_of(run: RunConfig, device: str) -> dict[str, object]:
         "parameters": parameters_of(run),
         "model": f"d_model {c.d_model}, {c.n_layers} layers, {c.n_heads} heads, {c.vocab_size:,} ids",
         "tokens_a_step": f"{run.data.batch_size} x {run.data.seq_len}",
-        "precision": run.trainer["precision"],
+        "precision": run.trainer.precision,
         "qk_norm": c.qk_norm.kind,
         "attention": resolve_device(run, torch.device(device))["attention"],
         "compiled": run.compile,

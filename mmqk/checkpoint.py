@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.patch import is_allowed
@@ -82,23 +83,14 @@ def _check_weights(content: dict[str, Any]) -> None:
     except Exception as error:
         raise CheckpointError(f"has a model that this version of mmqk does not support ({reason_of(error)})") from error
     try:
-        model.load_state_dict(_weights(content), assign=True)
+        model.load_state_dict(weights_of(content), assign=True)
     except Exception as error:
         raise CheckpointError(f"has weights that do not fit its model configuration ({reason_of(error)})") from error
 
 
-def _weights(content: Mapping[str, Any]) -> dict[str, Any]:
+def weights_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights in a checkpoint by their names in the model."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in content["state_dict"].items()}
-
-
-def check_whole(content: Mapping[str, Any]) -> None:
-    """Check that a run can resume or fork from a checkpoint.
-
-    Raises:
-        CheckpointError: it has only weights.
-    """
-    if "global_step" not in content:
-        raise CheckpointError("has only weights, such as those of an import: a run cannot resume or fork from it")
 
 
 def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
@@ -109,7 +101,8 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
     Raises:
         CheckpointError: the checkpoint has only weights, or belongs to another model or run.
     """
-    check_whole(content)
+    if "global_step" not in content:
+        raise CheckpointError("has only weights, such as those of an import: a run cannot resume from it")
     # `from_dict` adds the fields that the version of mmqk that wrote the checkpoint did not have.
     differing = differing_fields(asdict(ModelConfig.from_dict(content["mmqk_model"])), asdict(model))
     if differing:
@@ -119,22 +112,18 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
         raise CheckpointError(f"is of run {writer.get('id')} and not of this run, {id}")
 
 
-def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = False) -> dict[str, Any]:
+def load_checkpoint(path: Path, advice: str = "name another one") -> dict[str, Any]:
     """Check a checkpoint with `read_checkpoint`, and return its content.
 
     Args:
         path: The file.
         advice: What the user should do, as the end of the error message.
-        whole: Whether to require all parts that a resume needs.
 
     Raises:
         UserError: the checkpoint cannot be used.
     """
     try:
-        content = read_checkpoint(path)
-        if whole:
-            check_whole(content)
-        return content
+        return read_checkpoint(path)
     except CheckpointError as error:
         raise UserError(f"The checkpoint {path} {error}: {advice}.") from error
 
@@ -167,11 +156,15 @@ def load_model(run: Path | str) -> EarlyFusionTransformer:
 
 def model_of(checkpoint: Mapping[str, Any]) -> EarlyFusionTransformer:
     """Return the model of a checkpoint that `load_checkpoint` has read, in fp32 and evaluation mode."""
-    config = ModelConfig.from_dict(checkpoint["mmqk_model"])
-    with torch.device("meta"):
-        model = EarlyFusionTransformer(config, "math")
-    model.to_empty(device="cpu")
+    return built(ModelConfig.from_dict(checkpoint["mmqk_model"]), weights_of(checkpoint)).eval()
+
+
+def built(config: ModelConfig, weights: Mapping[str, Tensor], backend: str = "math") -> EarlyFusionTransformer:
+    """Return a model with these weights in fp32, on their device."""
+    with torch.device("meta"):  # do not draw initial weights
+        model = EarlyFusionTransformer(config, backend)
+    model.to_empty(device=next(iter(weights.values())).device)
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
-    model.load_state_dict(_weights(checkpoint))
-    return model.eval()
+    model.load_state_dict(weights)
+    return model

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """Run the process that writes to the run folder. A run on one device has only this process."""
     from mmqk.config import print_yaml
-    from mmqk.config.fork import note
+    from mmqk.config.run import note_parent
     from mmqk.training.device import advised, describe, resolve_device
     from mmqk.training.saving import Interrupted
 
@@ -81,8 +81,8 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
     if resolved is not None:
         details |= {"device": resolved, "parameters": _parameters(run)}
-    if run.fork is not None:
-        details["fork"] = note(run.fork)
+    if run.parent is not None:
+        details["fork"] = note_parent(run)
     with RunFolder.open(run.out, run.identity, details) as folder:
         if folder.state == "finished":
             status = folder.status()
@@ -134,7 +134,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         _fork(run, folder, data)
         logged = last_logged(run)  # read before a resume removes the steps that it will repeat
         resume_from = last_checkpoint(run, folder, _first_step(run))
-        if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
+        if resume_from is not None and step_of(resume_from) >= run.trainer.max_steps:
             # The run was killed after its last checkpoint, validation and probe, before it wrote its status.
             folder.set_status("completed", step_of(resume_from))
             return _ended(run, folder)
@@ -143,7 +143,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         return store.EXIT_CODES["completed"]
     set_threads(run.threads)  # Lightning has changed the number of threads
     module, trainer = TrainingModule.of(run), ranks.trainer
-    if run.fork is not None and run.fork.parent.is_import and resume_from is None:
+    if run.parent is not None and run.parent.is_import and resume_from is None:
         load_start(module.model, run.out)
     resumed_at = None if resume_from is None else step_of(resume_from)
     try:
@@ -203,7 +203,7 @@ def _add_callbacks(
     from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.saving import Checkpoints, Lifecycle
 
-    steps, at_start = run.trainer["max_steps"], {}
+    steps, at_start = run.trainer.max_steps, {}
     if folder is not None:
         at_start = _at_start(run, data)
         store.write_json(folder.path / "data.json", data.statistics(steps * run.data.batch_size))
@@ -265,7 +265,7 @@ def _say(line: str) -> None:
 def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     """Return the unigram losses and the share of captions that are cut, which are logged before step 1. Print
     warnings about the precision and the data."""
-    if run.trainer["precision"] == "bf16-true":
+    if run.trainer.precision == "bf16-true":
         _say(
             "trainer.precision bf16-true is an experiment: a bf16 weight does not change if its update is below about"
             " 1/500 of it, so most weights stay as they are and weight decay does nothing (update_unchanged is their"
@@ -274,7 +274,7 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     builder = data.builder
     if data.dial is not None:
         per_row = run.data.seq_len // data.dial.length if run.data.pack == "documents" else 1
-        documents = run.trainer["max_steps"] * run.data.batch_size * per_row
+        documents = run.trainer.max_steps * run.data.batch_size * per_row
         for sentence in data.dial.unlearnable(documents * data.dial.length):
             _say(sentence)
     if line := data.few_held_out():
@@ -316,21 +316,21 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
 
 
 def _first_step(run: RunConfig) -> int:
-    return 0 if run.fork is None else run.fork.parent.step
+    return 0 if run.parent is None else run.parent.step
 
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """Write the first checkpoint of a fork, from which the fork then resumes like any run."""
     from mmqk.training.fork import PROBE_SEQUENCES, START_NAME, make_fork
 
-    if run.fork is None or checkpoints_in(folder.checkpoints) or (folder.path / START_NAME).exists():
+    if run.parent is None or checkpoints_in(folder.checkpoints) or (folder.path / START_NAME).exists():
         return
     _say(make_fork(run, folder.path, data.probe_batch(PROBE_SEQUENCES)))
-    if run.fork.parent.is_import:
+    if run.parent.is_import:
         return
-    parent = run.fork.parent.config
+    parent = run.parent.config
     before = parent["optim"].get("schedule_steps") or parent["trainer"]["max_steps"]
-    after = run.optim.schedule_steps or run.trainer["max_steps"]
+    after = run.optim.schedule_steps or run.trainer.max_steps
     if run.optim.schedule != "constant" and after != before:
         _say(
             f"the learning rate follows a schedule of {after} steps, but the parent's had {before} steps: set"

@@ -68,8 +68,8 @@ def test_fields_may_be_null(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("trainer: {gradient_clip_val: null}\nmodel: {attn_softcap: }\nout:\n")
     run = resolve([f"--config={path}"])
-    assert (run.trainer["gradient_clip_val"], run.model.attn_softcap) == (None, None)
-    assert resolve([]).trainer["gradient_clip_val"] == 1
+    assert (run.trainer.gradient_clip_val, run.model.attn_softcap) == (None, None)
+    assert resolve([]).trainer.gradient_clip_val == 1
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data,
     assert main([*args, "--quiet", f"--out={tmp_path / name}"]) == 0
     lines = read_metrics(tmp_path / name / "metrics.jsonl")
     assert lines[-1]["step"] == 2 and math.isfinite(lines[-1]["val_loss/image"])
-    assert resolve(args).trainer["precision"] == ("32-true" if name == "cpu" else "bf16-mixed")
+    assert resolve(args).trainer.precision == ("32-true" if name == "cpu" else "bf16-mixed")
 
 
 @pytest.mark.parametrize("name", ["demo", "cpu", "dial", "gpu_25m", "gpu_124m"])

@@ -16,7 +16,6 @@ import yaml
 
 import mmqk
 from mmqk.config import SECTIONS, resolve
-from mmqk.config.fork import ForkConfig, Parent
 from mmqk.config.parse import Loader, read_yaml
 from mmqk.config.run import Given
 from mmqk.lab.grid import GridFile
@@ -38,7 +37,6 @@ def claim(**values: Any) -> Claim:
 BUILT = {
     Claim: claim,
     Given: Given,
-    ForkConfig: lambda **values: ForkConfig(Parent("id", 1, {}), **values),
     ArmFork: ArmFork,
     ArmFile: ArmFile,
     GridFile: lambda **values: GridFile(**{"name": "g", "base": "b", "arms": {"a": None}, **values}),

@@ -85,7 +85,7 @@ TRAINED = [case for case in TRAINED if not OF_THE_READER.search(" ".join(case.va
 @pytest.mark.parametrize(("page", "call"), TRAINED)
 def test_the_configuration_of_a_run_can_be_read(page, call, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert resolve(split(call)[1]).trainer["max_steps"] > 0
+    assert resolve(split(call)[1]).trainer.max_steps > 0
 
 
 def test_the_commands_are_found():

@@ -2,9 +2,8 @@
 
 training   the fields of loss, optim, monitor, checkpoint, alarm and trainer; those of model and data are in
            mmqk/model/config.py and mmqk/data/config.py
-run        all fields together, read from a command line; the identity of a run
+run        all fields together, read from a command line or from the parent of a fork; the identity of a run
 parse      YAML and name=value to dataclasses
-fork       the parent and the changes of a fork
 checks     combinations of fields of several sections that no run can have
 
 A field declares its range where it is defined, and its class refuses combinations of its own fields
@@ -12,6 +11,5 @@ A field declares its range where it is defined, and its class refuses combinatio
 """
 
 # ruff: noqa: F401
-from mmqk.config.fork import ForkConfig, Parent
-from mmqk.config.run import SECTIONS, RunConfig, defaults, help_text, print_yaml, resolve
+from mmqk.config.run import SECTIONS, Parent, RunConfig, defaults, help_text, print_yaml, resolve
 from mmqk.config.training import AlarmConfig, CheckpointConfig, LossConfig, MonitorConfig, OptimConfig, TrainerConfig

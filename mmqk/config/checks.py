@@ -3,30 +3,40 @@ its own fields (`__post_init__`). An error is a sentence that names the fields."
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mmqk.config.fork import ForkConfig, check_forkable, check_moments, check_patches
 from mmqk.config.training import MonitorConfig, OptimConfig
 from mmqk.model.config import ModelConfig
-from mmqk.model.ranges import check_backend, refuse
+from mmqk.model.ranges import check_backend, refuse, shortened
 
 if TYPE_CHECKING:
-    from mmqk.config.run import Given
+    from mmqk.config.run import Given, Parent
+
+MOST_SKIPPED = 1_000_000
 
 
-def check_run(given: Given, fork: ForkConfig | None) -> None:
+def check_run(given: Given, parent: Parent | None) -> None:
     """Raise ValueError with the first combination of fields that no run can have."""
     model, data = given.model, given.data
+    sequences(given.fork_skip)
+    refuse({
+        "fork_seed has no effect while fork_noise is 0: set fork_noise.": given.fork_seed and not given.fork_noise,
+        f"fork_skip skips the data of a parent, but {given.fork} is an import: leave it out.":
+            (given.fork_skip_batches or given.fork_skip) and parent is not None and parent.is_import,
+    })  # fmt: skip
     given.loss.weights_of(model.modalities)
     refuse({
         "loss.weights.text is 0 and data.mix has only text, which trains nothing: raise the weight or add another"
         " kind to data.mix.": data.kinds == ["text"] and given.loss.weights.get("text") == 0,
     })  # fmt: skip
     _refuse_batches(given)
-    if fork is not None:
-        check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
-        check_patches(fork.parent.config, model.patch, data.patch)
+    if parent is not None:
+        check_forkable(ModelConfig.from_dict(parent.config["model"]), model)
+        _refuse_patches(parent.config, {"model": model.patch, "data": data.patch})
     check_backend(
         given.backend,
         model.attn_softcap,
@@ -36,8 +46,8 @@ def check_run(given: Given, fork: ForkConfig | None) -> None:
         tokens=data.seq_len,
         sink=model.attn_sink,
     )
-    if fork is not None and not fork.parent.is_import:
-        check_moments(fork.parent.config["optim"], given.optim)
+    if parent is not None and not parent.is_import:
+        _refuse_moments(parent.config["optim"], given.optim)
     check_conflicts(given.optim, model, given.monitor)
     hidden = given.optim.qk_clip is not None and given.backend != "flex"  # flex returns the largest logits itself
     refuse({
@@ -47,7 +57,7 @@ def check_run(given: Given, fork: ForkConfig | None) -> None:
     })  # fmt: skip
     if given.trainer.strategy == "fsdp":
         _refuse_sharded(given)
-    _refuse_steps(given, fork.parent.step if fork else 0)
+    _refuse_steps(given, parent.step if parent else 0)
     refuse({
         f"logging has {name}, which is not installed: pip install 'mmqk[{name}]', or remove it from logging.":
             name in ("wandb", "mlflow") and find_spec(name) is None
@@ -85,6 +95,72 @@ def check_conflicts(optim: OptimConfig, model: ModelConfig, monitor: MonitorConf
             budget and optim.skip_step is not None,
     }  # fmt: skip
     refuse({f"{sentence}: remove one of them.": holds for sentence, holds in conflicts.items()})
+
+
+def sequences(skip: str) -> list[int]:
+    """Return the sequence numbers of `fork_skip`, ascending.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    parts = [part.strip() for part in skip.strip().removeprefix("[").removesuffix("]").split(",")]
+    found = [re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", part) for part in parts if part]
+    ends = [(int(match[1]), int(match[2] or match[1])) for match in found if match]
+    if None in found or any(b < a for a, b in ends) or sum(b - a + 1 for a, b in ends) > MOST_SKIPPED:
+        raise ValueError(
+            f"fork_skip is {shortened(skip)}: give sequence numbers such as 26,27 or 26-57, at most {MOST_SKIPPED:,}."
+        )
+    return sorted({n for a, b in ends for n in range(a, b + 1)})
+
+
+def _refuse_patches(parent: Mapping[str, Any], patches: Mapping[str, str]) -> None:
+    """Refuse a fork that does not name the patches in the configuration of its parent."""
+    given = {section: parent[section].get("patch", "") for section in patches}
+    refuse({
+        f"the parent has {section}.patch {given[section]}, which a fork keeps but runs only if you name it too: add"
+        f" {section}.patch={given[section]}.": given[section] not in ("", patch)
+        for section, patch in patches.items()
+    })  # fmt: skip
+
+
+def _refuse_moments(parent: Mapping[str, Any], optim: OptimConfig) -> None:
+    """Refuse a fork that cannot use the moments of its parent, whose `optim` is given."""
+    before = parent.get("matrices", "adamw")
+    scaled = (parent.get("width_scaling", "none"), parent.get("base_width"))
+    refuse({
+        f"optim.matrices is {before} in the parent and {optim.matrices} here, and a fork cannot change it, because the"
+        " moments of muon differ from those of Adam: keep the parent's value, or start a new run.":
+            before != optim.matrices and "muon" in (before, optim.matrices),
+        "optim.width_scaling and optim.base_width set the initial weights too, so a fork cannot change them: keep the"
+        " parent's values, or start a new run.":
+            scaled != (optim.width_scaling, optim.base_width) and {scaled[0], optim.width_scaling} != {"none"},
+    })  # fmt: skip
+
+
+def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
+    """Raise ValueError if the weights of ``old`` do not fit into ``new``."""
+    resolved = {"n_kv_heads": "kv_heads", "d_head": "head_dim", "d_ff": "mlp_width"}  # of these fields 0 is a default
+    shapes = ("d_model", "n_layers", "n_heads", *resolved, "mlp", "deep_norm", "separate_first", "separate_last")
+    for field in (*shapes, "vocab_sizes"):
+        parent, child = (getattr(config, resolved.get(field, field)) for config in (old, new))
+        if parent != child or (field == "vocab_sizes" and list(parent) != list(child)):
+            raise ValueError(
+                f"model.{field} is {parent} in the parent and {child} here, and a fork cannot change it: keep the"
+                " parent's value, or start a new run."
+            )
+    separate = new.separate_first or new.separate_last
+    refuse({
+        "model.tie_embeddings cannot be switched on in a fork, because the parent has a separate head: start a new"
+        " run.": new.tie_embeddings and not old.tie_embeddings,
+        "model.layer_scale cannot be switched on or off in a fork of a model with model.separate_first or"
+        " model.separate_last: start a new run.":
+            separate and (new.layer_scale is None) != (old.layer_scale is None),
+    } | {
+        f"model.per_modality.{name} cannot be switched off in a fork, because the parent has separate weights for each"
+        " modality: start a new run.":
+            untied and not getattr(new.per_modality, name) and not (name == "qk_norm" and new.qk_norm.kind == "none")
+        for name, untied in asdict(old.per_modality).items()
+    })  # fmt: skip
 
 
 def _refuse_sharded(given: Given) -> None:

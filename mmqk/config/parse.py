@@ -122,7 +122,7 @@ class Fields:
                 self.add_file(Path(text))
                 continue
             leaf = self.known.get(name)
-            is_text = leaf is not None and str in _parts(leaf.hint) and text != "null"
+            is_text = leaf is not None and {str, Path} & {*_parts(leaf.hint)} and text != "null"
             given.append({name: text if is_text else yaml_value(name, text)})
         for each in given:
             self.add(each)
@@ -202,9 +202,7 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-@lru_cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter = lru_cache(TypeAdapter)
 
 
 def _fit(name: str, value: Any, hint: Any) -> Any:

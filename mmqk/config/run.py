@@ -1,8 +1,10 @@
-"""The configuration of a run: read from a command line, completed, and identified by the fields that change it."""
+"""The configuration of a run: read from a command line or from the parent of a fork, completed, and identified by the
+fields that change it."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -12,8 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mmqk.config.checks import check_run
-from mmqk.config.fork import CHANGES, ForkConfig, Parent, base_of, read_parent
+from mmqk.config.checks import check_run, sequences
 from mmqk.config.parse import Fields, help_of, leaves
 from mmqk.config.training import (
     IN_IDENTITY,
@@ -28,7 +29,7 @@ from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_iden
 from mmqk.model.config import ModelConfig
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, default_of, number
-from mmqk.store import UserError, check_local, flatten, identity_hash, with_configs
+from mmqk.store import UserError, check_local, flatten, identity_hash, read_details, with_configs
 from mmqk.store.files import CONFIGS, SHIPPED
 
 SECTIONS: dict[str, type] = {
@@ -40,6 +41,9 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "alarm": AlarmConfig,
 }
+
+# Fields that change the state at the start of a fork.
+CHANGES = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments", "fork_skip")
 
 # Fields that later versions of mmqk added. A field at its default is not part of a run's identity, so the ids of
 # earlier runs stay valid. `mmqk.data.config.data_identity` does the same for data.
@@ -53,65 +57,6 @@ NEWER = {
     "loss": ("chunk_size",),
     "alarm": ("stop_diverged",),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """The resolved configuration of a run.
-
-    Attributes:
-        trainer: the fields of `TrainerConfig`, as arguments of Lightning's Trainer.
-        logging: names of the loggers besides metrics.jsonl; not part of the identity.
-        identity: the fields that identify the run (see `mmqk.store.folder`), as plain data.
-        out: the run folder.
-        fork: the checkpoint and the changes that a fork starts with; None for a run from initial weights.
-    """
-
-    model: ModelConfig
-    data: DataConfig
-    loss: LossConfig
-    optim: OptimConfig
-    monitor: MonitorConfig
-    checkpoint: CheckpointConfig
-    alarm: AlarmConfig
-    backend: str
-    compile: bool
-    activation_checkpointing: bool
-    seed: int
-    threads: int
-    logging: list[str]
-    trainer: dict[str, Any]
-    out: Path
-    identity: dict[str, Any]
-    quiet: bool = False
-    fork: ForkConfig | None = None
-
-    @property
-    def id(self) -> str:
-        return identity_hash(self.identity)
-
-    @property
-    def processes(self) -> int:
-        """Number of processes that train the run."""
-        return self.trainer["devices"] * self.trainer["num_nodes"]
-
-    @property
-    def ranks(self) -> dict[str, Any]:
-        """Strategy and number of processes; a resume with the same strategy and number is exact."""
-        return {"strategy": self.trainer["strategy"], "processes": self.processes}
-
-    def nested(self) -> dict[str, Any]:
-        """Return the configuration as plain data; the parser accepts it as ``--config``."""
-        plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
-        others = ("backend", "compile", "activation_checkpointing", "seed", "threads", "logging")
-        plain |= {name: getattr(self, name) for name in others}
-        plain["trainer"] = dict(self.trainer)
-        return plain if self.fork is None else {**plain, **self.fork.flags()}
-
-    def record(self) -> dict[str, Any]:
-        """Return the id and configuration that a checkpoint stores, for forks."""
-        flags = {} if self.fork is None else self.fork.flags()
-        return {"id": self.id, "config": {k: v for k, v in self.nested().items() if k not in flags}}
 
 
 @dataclass(frozen=True)
@@ -139,7 +84,7 @@ class Given:
         fork_skip: leave out these sequences, such as 26,27 or 26-57; mmqk inspect RUN --step N lists their numbers.
     """
 
-    out: str | None = None
+    out: Path | None = None
     seed: int = number(0, 0, MOST_SEED)
     backend: str = "sdpa"
     compile: bool = False
@@ -164,6 +109,71 @@ class Given:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
+
+    def fork_changes(self) -> dict[str, Any]:
+        """Return what a fork changes at its start; the newer fields only if they are set, so that the ids of older
+        forks stay valid."""
+        changes = {name: getattr(self, name) for name in CHANGES}
+        return {name: v for name, v in changes.items() if v or name not in ("fork_new_moments", "fork_skip")}
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The parent run of a fork, at one of its steps.
+
+    Attributes:
+        id: Id of the run; of an import, the first digits of its checkpoint's sha256.
+        step: Number of optimizer steps that the run has taken at this point; 0 for an import.
+        config: Resolved configuration of the run (``RunConfig.nested()``); of an import, only that of the model.
+        checkpoint: The checkpoint file; None if it does not exist yet.
+    """
+
+    id: str
+    step: int
+    config: Mapping[str, Any]
+    checkpoint: Path | None = None
+
+    @property
+    def is_import(self) -> bool:
+        """Whether the parent is a checkpoint with weights only, so that a fork starts like a new run."""
+        return "optim" not in self.config
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Given):
+    """A complete configuration: the fields of a command line, with the run folder and the vocabulary of the data.
+
+    Attributes:
+        identity: the fields that identify the run (see `mmqk.store.folder`), as plain data.
+        parent: the run that a fork starts from; None for a run from initial weights.
+    """
+
+    out: Path
+    identity: dict[str, Any]
+    parent: Parent | None = None
+
+    @property
+    def id(self) -> str:
+        return identity_hash(self.identity)
+
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """Strategy and number of processes; a resume with the same strategy and number is exact."""
+        return {"strategy": self.trainer.strategy, "processes": self.trainer.processes}
+
+    def nested(self) -> dict[str, Any]:
+        """Return the configuration as plain data; the parser accepts it as ``--config``."""
+        others = ("backend", "compile", "activation_checkpointing", "seed", "threads", "logging")
+        plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
+        plain |= {name: getattr(self, name) for name in others}
+        return {**plain, "trainer": asdict(self.trainer), **self._fork_fields()}
+
+    def record(self) -> dict[str, Any]:
+        """Return the id and configuration that a checkpoint stores, for forks."""
+        return {"id": self.id, "config": {k: v for k, v in self.nested().items() if k not in self._fork_fields()}}
+
+    def _fork_fields(self) -> dict[str, Any]:
+        return {"fork": self.fork, **self.fork_changes()} if self.fork else {}
 
 
 def help_text() -> str:
@@ -206,21 +216,16 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
     configs, given = _read(argv)
     if parent is None and given.fork is None:
         for name in CHANGES:
-            if getattr(given, f"fork_{name}"):
-                raise UserError(f"fork_{name} belongs to a fork: name its checkpoint with --fork.")
+            if getattr(given, name):
+                raise UserError(f"{name} belongs to a fork: name its checkpoint with --fork.")
         return _complete(configs, given)
-    checkpoint = None
     try:
         if given.model.patch:
             allow_patch(given.model.patch)  # the checkpoint may have it too
-        if parent is None:
-            checkpoint, parent = read_parent(given.fork or "", given.out)
-        configs, given = _read(argv, base_of(parent))
-        changes = (getattr(given, f"fork_{name}") for name in CHANGES)
-        fork = ForkConfig(parent, given.fork or "", checkpoint, *changes)
+        parent = parent or read_parent(given.fork or "", given.out)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return _complete(configs, given, fork)
+    return _complete(*_read(argv, base_of(parent)), parent)
 
 
 def _read(argv: list[str], base: Mapping[str, Any] | None = None) -> tuple[list[Path], Given]:
@@ -236,8 +241,59 @@ def _read(argv: list[str], base: Mapping[str, Any] | None = None) -> tuple[list[
     return fields.configs, fields.build()
 
 
-def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None) -> RunConfig:
-    data, trainer = given.data, given.trainer
+def base_of(parent: Parent) -> dict[str, Any]:
+    """Return the parent's configuration, which the fork's fields override."""
+    config = {name: dict(v) if isinstance(v, Mapping) else v for name, v in parent.config.items()}
+    for name in ("fork", *CHANGES):
+        config.pop(name, None)
+    for section in ("model", "data"):
+        config[section]["patch"] = ""  # code, which the command line must name again (`_refuse_patches`)
+    config["model"]["vocab_sizes"] = {}  # derived from the fork's data, then compared with the parent's
+    config["checkpoint"]["at"] = []  # these are steps of the parent
+    return config
+
+
+def read_parent(given: str, out: Path | None = None) -> Parent:
+    """Return the run that wrote the checkpoint of ``--fork`` (a file, or the newest one in a run folder).
+
+    If the fork already exists in ``out``, return the parent in its run.json, even if the parent has removed this
+    checkpoint since.
+
+    Raises:
+        UserError: the checkpoint does not exist, cannot be read, or does not name its run.
+    """
+    noted = read_details(out).get("fork") if out else None
+    if isinstance(noted, dict) and noted.get("given") == given:
+        return Parent(noted["id"], noted["step"], noted["config"], Path(noted["checkpoint"]))
+    from mmqk.checkpoint import load_checkpoint, newest_checkpoint  # imports torch
+
+    path = Path(given)
+    if path.is_dir() and path.suffix != ".ckpt":
+        try:
+            path = newest_checkpoint(path)
+        except UserError as error:
+            raise UserError(f"--fork: {error}") from error
+    if not path.exists():
+        raise UserError(f"--fork {given} does not exist: name a checkpoint or the folder of a run.")
+    saved = load_checkpoint(path, "name another one after --fork")
+    if "global_step" not in saved:
+        with open(path, "rb") as file:
+            id = hashlib.file_digest(file, "sha256").hexdigest()[:10]
+        return Parent(id, 0, {"model": saved["mmqk_model"], "data": {}, "checkpoint": {}}, path)
+    run = saved.get("mmqk_run")
+    if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("config"), dict):
+        raise UserError(f"--fork {given} does not name the run that wrote it: use a checkpoint that mmqk train wrote.")
+    return Parent(run["id"], saved["global_step"], run["config"], path)
+
+
+def note_parent(run: RunConfig) -> dict[str, Any]:
+    """Return the record of the parent of a fork for run.json, which `read_parent` reads."""
+    assert run.parent is not None
+    return {"given": run.fork, **asdict(run.parent), "checkpoint": str(run.parent.checkpoint)}
+
+
+def _complete(configs: list[Path], given: Given, parent: Parent | None = None) -> RunConfig:
+    data = given.data
     try:
         vocab_sizes = layout(data).vocab_sizes
         if given.model.vocab_sizes not in ({}, vocab_sizes):
@@ -245,23 +301,18 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
                 f"model.vocab_sizes is {given.model.vocab_sizes}, but the vocabulary of the data has {vocab_sizes}:"
                 " leave model.vocab_sizes out, or set --data.tokenizers."
             )
-        model = replace(given.model, vocab_sizes=vocab_sizes)
-        given = replace(given, model=model)
-        check_run(given, fork)
-        identity = _identity_of(given, fork)
+        given = replace(given, model=replace(given.model, vocab_sizes=vocab_sizes))
+        check_run(given, parent)
+        identity = _identity_of(given, parent)
     except ValueError as error:
         raise UserError(str(error)) from error
-    check_local(given.out or "", "out", "name a local folder")
-    name = _name_of(configs, data) if fork is None or configs else "fork"
-    kept = (*SECTIONS, "backend", "compile", "activation_checkpointing", "seed", "threads", "quiet")
-    return RunConfig(
-        **{name: getattr(given, name) for name in kept},
-        logging=list(dict.fromkeys(given.logging)),
-        trainer=asdict(trainer),
-        out=Path(given.out) if given.out else Path("runs") / name / identity_hash(identity),
-        identity=identity,
-        fork=fork,
-    )
+    check_local(str(given.out or ""), "out", "name a local folder")
+    name = _name_of(configs, data) if parent is None or configs else "fork"
+    values = {f.name: getattr(given, f.name) for f in fields(given)} | {
+        "logging": list(dict.fromkeys(given.logging)),
+        "out": given.out or Path("runs") / name / identity_hash(identity),
+    }
+    return RunConfig(**values, identity=identity, parent=parent)
 
 
 def _name_of(configs: list[Path], data: DataConfig) -> str:
@@ -291,7 +342,7 @@ def _exists(folder: str, name: str) -> bool:
     return os.path.exists(beside) or any(glob.iglob(os.path.join(glob.escape(folder), name), recursive=True))
 
 
-def _identity_of(given: Given, fork: ForkConfig | None) -> dict[str, Any]:
+def _identity_of(given: Given, parent: Parent | None) -> dict[str, Any]:
     """Return the fields that identify a run, as plain data.
 
     Raises:
@@ -316,8 +367,11 @@ def _identity_of(given: Given, fork: ForkConfig | None) -> dict[str, Any]:
     identity["trainer"] = {name: getattr(given.trainer, name) for name in IN_IDENTITY}
     if given.trainer.deterministic:  # deterministic kernels sum in another order
         identity["trainer"]["deterministic"] = True
-    if fork is not None:
-        identity["fork"] = fork.identity
+    if parent is not None:
+        identity["fork"] = {"parent": parent.id, "step": parent.step}
+        identity["fork"] |= {name.removeprefix("fork_"): value for name, value in given.fork_changes().items()}
+        if given.fork_skip:
+            identity["fork"]["skip"] = sequences(given.fork_skip)
     return identity
 
 

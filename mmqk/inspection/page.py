@@ -184,7 +184,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
         all sequences. ``dial.met`` is the mean -log p of the targets under the synthetic source, in nats.
     """
     order, layout = data.order, data.builder.layout
-    total = int(run.trainer["max_steps"]) * run.data.batch_size
+    total = run.trainer.max_steps * run.data.batch_size
     rows, fresh, left = [], [], tokens
     for index in range(total):
         row = order.row(index)

@@ -167,7 +167,7 @@ def inspect_step(
     """
     position = Position(run.data.batch_size) if folder is None else Position.of(folder)
     numbers = position.numbers(step)
-    if step > (last := run.trainer["max_steps"]):
+    if step > (last := run.trainer.max_steps):
         raise UserError(f"The run ends with step {last} and has no step {step}: name an earlier one.")
     data = TokenDataModule(run.data, run.seed)
     data.setup()
@@ -187,7 +187,7 @@ def inspect_step(
         where = [f"{sample['shard']} {sample['key']}" for sample in record[b]["samples"]]
         loss = [f"loss {name} {plain(value, 4)}" for name, value in losses[b].items()]
         view["facts"] = " · ".join([view["facts"], *loss, *where])
-    spread = run.processes > 1 or run.trainer["accumulate_grad_batches"] > 1
+    spread = run.trainer.processes > 1 or run.trainer.accumulate_grad_batches > 1
     rows = _rows(record, names, path is not None, spread)
     title = f"Step {step} reads sequences {numbers[0]} to {numbers[-1]}"
     page = {
@@ -209,13 +209,13 @@ def _record(
 ) -> list[dict[str, Any]]:
     """Return for each sequence of a step its number, its place, its samples, its tokens and its losses."""
     places, modality_BT = places_of(data), batch.modality_BT.where(batch.valid_BT, -1)
-    micro = run.data.batch_size // run.trainer["accumulate_grad_batches"]
+    micro = run.data.batch_size // run.trainer.accumulate_grad_batches
     return [
         {
             "sequence": number,
             "slot": data.order.mixture.draw(number).slot,
             "micro_batch": place // micro,
-            "rank": place % micro // (micro // run.processes),
+            "rank": place % micro // (micro // run.trainer.processes),
             "samples": samples_of(data, places, number),
             "tokens": {name: int((modality_BT[place] == m).sum()) for m, name in enumerate(run.model.vocab_sizes)},
             "loss": losses[place],
@@ -238,8 +238,8 @@ def _measured(path: Path, run: RunConfig, batch: TokenBatch) -> tuple[list[dict[
 def step_batch(run: RunConfig, data: TokenDataModule, position: Position, step: int) -> TokenBatch:
     """Return all sequences of a step over all micro-batches and ranks, in order, with document numbers."""
     patch = named_function(run.data.patch) if run.data.patch else None
-    size, accumulate = run.data.batch_size, run.trainer["accumulate_grad_batches"]
-    micro = MicroBatches(data.order, size, accumulate, 0, run.processes, run.trainer["max_steps"], True, patch)
+    size, accumulate = run.data.batch_size, run.trainer.accumulate_grad_batches
+    micro = MicroBatches(data.order, size, accumulate, 0, run.trainer.processes, run.trainer.max_steps, True, patch)
     micro.ahead, micro.skip = position.ahead, list(position.skip)
     return micro.first_rows((step - 1) * accumulate, size)
 

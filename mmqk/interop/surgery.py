@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmqk.config.fork import check_forkable
+from mmqk.config.checks import check_forkable
 from mmqk.config.parse import yaml_value
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig

@@ -89,7 +89,7 @@ def range_of(declared: Field[Any]) -> Range | None:
     return declared.metadata.get(_KEY)
 
 
-def check_fields(config: Any, path: str, between: str = ".") -> None:
+def check_fields(config: Any, path: str) -> None:
     """Check every field of a dataclass that declares a range or a `Literal`.
 
     The range does not apply to a default that is null, NaN or text, because such a default is not a number.
@@ -97,12 +97,11 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
     Args:
         config: the dataclass.
         path: dotted name of the dataclass, for the message; empty for none.
-        between: the separator of path and field name.
 
     Raises:
         ValueError: a number is outside its range, or a value is not a choice of its field.
     """
-    prefix = f"{path}{between}" if path else ""
+    prefix = f"{path}." if path else ""
     for declared in fields(config):
         name, value = f"{prefix}{declared.name}", getattr(config, declared.name)
         choices, only = _choices(config.__class__, declared.name)

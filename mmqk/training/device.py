@@ -30,7 +30,7 @@ def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
     Raises:
         UserError: the device has no kernel for this configuration, or has no GPU to compile for.
     """
-    dtype = torch.float32 if run.trainer["precision"] == "32-true" else torch.bfloat16
+    dtype = torch.float32 if run.trainer.precision == "32-true" else torch.bfloat16
     apart, dropout = run.data.documents_apart, run.model.attn_dropout
     reaches = sorted({run.model.reach_of(layer) for layer in range(run.model.n_layers)})
     try:
@@ -40,7 +40,7 @@ def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
         ]
     except ValueError as error:
         raise UserError(str(error)) from error
-    if run.compile and device.type == "cpu" and run.trainer["accelerator"] != "cpu":
+    if run.compile and device.type == "cpu" and run.trainer.accelerator != "cpu":
         raise UserError(
             "There is no GPU here, and compiling for a CPU takes minutes and gigabytes before step 1: set --compile"
             " false, or set --trainer.accelerator cpu to compile anyway."

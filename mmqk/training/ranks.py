@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from mmqk.checkpoint import built
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError
 from mmqk.training.saving import CheckpointFiles
@@ -61,9 +63,9 @@ class Ranks:
         _end_with(os.environ.pop(PARENT, None))
         self.argv, self._started = argv, False
         try:
-            strategy = run.trainer["strategy"]
+            strategy = {"strategy": Sharded(run.trainer.processes)} if run.trainer.strategy == "fsdp" else {}
             self.trainer = L.Trainer(
-                **{**run.trainer, "strategy": Sharded(run.processes) if strategy == "fsdp" else strategy},
+                **asdict(run.trainer) | strategy,
                 max_epochs=-1,
                 logger=False,
                 enable_checkpointing=False,
@@ -88,7 +90,7 @@ class Ranks:
             environment.auto_requeue = False  # Lightning's requeue writes other checkpoints; see docs/cluster.md
         # Processes that srun or torchrun started may already wait for the first process. Lightning starts its
         # processes later.
-        self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
+        self._awaited = environment.creates_processes_externally or run.trainer.num_nodes > 1
         # Lightning would exchange SIGTERM in every step and so synchronize with the device; `Lifecycle` does so at
         # every flush.
         self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore
@@ -199,13 +201,7 @@ def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTrans
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    with torch.device("meta"):  # do not draw initial weights
-        copy = EarlyFusionTransformer(model.config, backend)
-    copy.to_empty(device=next(iter(state.values())).device)
-    if model.config.tie_embeddings:
-        copy.head.weight = copy.embed.weight
-    copy.load_state_dict(state)
-    return copy.train(model.training)
+    return built(model.config, state, backend).train(model.training)
 
 
 class Sharded(ModelParallelStrategy):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmqk.config.fork import check_forkable
+from mmqk.config.checks import check_forkable
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.config import PerModalityConfig, QKNormConfig
 from mmqk.training.fork.measure import change_of_function

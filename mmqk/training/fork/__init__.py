@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint
-from mmqk.config.fork import CHANGES, ForkConfig
-from mmqk.config.run import NEWER, SECTIONS
+from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint, weights_of
+from mmqk.config.checks import sequences
+from mmqk.config.run import CHANGES, NEWER, SECTIONS
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import parameter_generator
@@ -54,61 +54,48 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     Raises:
         UserError: the parent's checkpoint is missing, damaged, or not of the run and step in the configuration.
     """
-    fork = run.fork
-    assert fork is not None
-    saved = _parent(fork)
-    cuda = torch.cuda.is_available() and run.trainer.get("accelerator") != "cpu"
-    device = torch.device("cuda" if cuda else "cpu")
+    parent = run.parent
+    assert parent is not None and parent.checkpoint is not None
+    saved = load_checkpoint(parent.checkpoint, "name another one after --fork")
+    writer = (saved.get("mmqk_run", {}).get("id"), saved.get("global_step"))
+    if not parent.is_import and writer != (parent.id, parent.step):
+        raise UserError(f"{parent.checkpoint} is no longer step {parent.step} of run {parent.id}: give another --out.")
+    device = torch.device("cuda" if torch.cuda.is_available() and run.trainer.accelerator != "cpu" else "cpu")
     probe = probe.to(device)
     old = _model(ModelConfig.from_dict(saved["mmqk_model"]), run.seed, device)
-    old.load_state_dict({k.removeprefix(PREFIX): v for k, v in saved["state_dict"].items()})
+    old.load_state_dict(weights_of(saved))
     new = _model(replace(run.model, patch=old.config.patch), run.seed, device)
     carried = carry(old, new, probe)
     if run.model.patch != old.config.patch:
         named_function(run.model.patch)(new)
-    if fork.noise:
-        perturb(new, fork.noise, fork.seed)
+    if run.fork_noise:
+        perturb(new, run.fork_noise, run.fork_seed)
     change = change_of_function(old, new, probe)
 
-    own = run.nested()
+    own, file = run.nested(), folder / START_NAME
     content = {
         "mmqk_model": own["model"],
         "state_dict": {PREFIX + name: value.cpu() for name, value in new.state_dict().items()},
     }
-    if fork.parent.is_import:
+    if parent.is_import:
         changed = changes({"model": asdict(old.config)}, {"model": own["model"], "compile": False})
-        write_json(folder / FORK_NAME, _record(run, changed, carried, "all moments start at zero", change))
-        save_checkpoint(content, folder / START_NAME)
-        return sentence(run, changed, change)
-    changed = changes(dict(fork.parent.config), own)
-    state, moments = forked_state(run, saved, old, new, carried, change, [c["field"] for c in changed])
-    loader = state["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
-    position = {name: value for name, value in loader.items() if name != "streams"}
-    write_json(folder / FORK_NAME, {**_record(run, changed, carried, moments, change), "data": position})
-    save_checkpoint(saved | content | state, folder / "checkpoints" / checkpoint_name(fork.parent.step))
+        record = _record(run, changed, carried, "all moments start at zero", change)
+    else:
+        changed = changes(dict(parent.config), own)
+        state, moments = forked_state(run, saved, old, new, carried, change, [c["field"] for c in changed])
+        loader = state["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
+        position = {name: value for name, value in loader.items() if name != "streams"}
+        record = {**_record(run, changed, carried, moments, change), "data": position}
+        content, file = saved | content | state, folder / "checkpoints" / checkpoint_name(parent.step)
+    write_json(folder / FORK_NAME, record)
+    save_checkpoint(content, file)
     return sentence(run, changed, change)
 
 
 def load_start(model: nn.Module, folder: Path) -> None:
     """Give a model the initial weights of a fork of an import."""
     saved = load_checkpoint(folder / START_NAME, "remove the run folder and fork again")
-    model.load_state_dict({name.removeprefix(PREFIX): value for name, value in saved["state_dict"].items()})
-
-
-def _parent(fork: ForkConfig) -> dict[str, Any]:
-    """Return the content of the parent's checkpoint."""
-    assert fork.checkpoint is not None
-    if not fork.checkpoint.exists():
-        raise UserError(f"The checkpoint {fork.checkpoint} of --fork does not exist: name another after --fork.")
-    saved = load_checkpoint(fork.checkpoint, "name another one after --fork", whole=not fork.parent.is_import)
-    if fork.parent.is_import:
-        return saved
-    writer = (saved.get("mmqk_run", {}).get("id"), saved["global_step"])
-    if writer != (fork.parent.id, fork.parent.step):
-        raise UserError(
-            f"{fork.checkpoint} is no longer step {fork.parent.step} of run {fork.parent.id}: give another --out."
-        )
-    return saved
+    model.load_state_dict(weights_of(saved))
 
 
 @torch.no_grad()
@@ -154,20 +141,20 @@ def _with_newer_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> str:
     """Return a sentence with the parent, the changed fields, and the change of the outputs."""
-    fork = run.fork
-    assert fork is not None
+    parent, skipped = run.parent, sequences(run.fork_skip)
+    assert parent is not None
     parts = [f"{c['field']} {_yaml(c['to'])}" for c in changed]
-    parts += [f"the next {fork.skip_batches} batches skipped"] if fork.skip_batches else []
-    parts += [f"{len(fork.skipped)} sequences left out"] if fork.skipped else []
-    parts += [f"weights perturbed by {fork.noise:g} of their RMS"] if fork.noise else []
-    parts += ["new moments of the optimizer"] if fork.new_moments else []
+    parts += [f"the next {run.fork_skip_batches} batches skipped"] if run.fork_skip_batches else []
+    parts += [f"{len(skipped)} sequences left out"] if skipped else []
+    parts += [f"weights perturbed by {run.fork_noise:g} of their RMS"] if run.fork_noise else []
+    parts += ["new moments of the optimizer"] if run.fork_new_moments else []
     losses = ", ".join(f"{name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items())
     near = (
         "the function equals the parent's bit for bit (in fp32, before the first step)"
         if change.logits == 0
         else f"logits differ by {plain(change.logits, 2)} of their RMS, loss {losses}"
     )
-    start = f"import {fork.given}" if fork.parent.is_import else f"step {fork.parent.step} of run {fork.parent.id}"
+    start = f"import {run.fork}" if parent.is_import else f"step {parent.step} of run {parent.id}"
     return f"forked from {start} with {', '.join(parts) or 'nothing changed'}: {near}"
 
 
@@ -178,20 +165,19 @@ def _yaml(value: Any) -> str:
 def _record(
     run: RunConfig, changed: list[dict[str, Any]], carried: Carried, optimizer: str, change: Change
 ) -> dict[str, Any]:
-    fork = run.fork
-    assert fork is not None and fork.checkpoint is not None
-    given = Path(fork.given)
+    assert run.parent is not None and run.fork is not None
+    given = Path(run.fork)
     parent = {
-        "id": fork.parent.id,
-        "folder": str(given.parent.parent) if given.suffix == ".ckpt" else fork.given,
-        "checkpoint": str(fork.checkpoint),
-        "step": fork.parent.step,
+        "id": run.parent.id,
+        "folder": str(given.parent.parent) if given.suffix == ".ckpt" else run.fork,
+        "checkpoint": str(run.parent.checkpoint),
+        "step": run.parent.step,
     }
     return {
         "parent": parent,
         "changed": changed,
-        **{name: getattr(fork, name) for name in CHANGES},
-        "skip": list(fork.skipped),
+        **{name.removeprefix("fork_"): getattr(run, name) for name in CHANGES},
+        "skip": sequences(run.fork_skip),
         "added": [{"name": name, "how": how} for name, how in carried.added.items()],
         "dropped": [{"name": name, "how": how} for name, how in carried.dropped.items()],
         "optimizer": optimizer,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmqk.config.checks import sequences
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.order import sequence_numbers
 from mmqk.model import EarlyFusionTransformer, ModelConfig
@@ -38,28 +39,27 @@ def forked_state(
     changed: list[str],
 ) -> tuple[dict[str, Any], str]:
     """Return the parts of the first checkpoint besides the model, and a sentence about the moments."""
-    fork = run.fork
-    assert fork is not None
-    parent = dict(fork.parent.config)
-    lr = run.optim.lr * lr_multiplier(run.optim, fork.parent.step, run.trainer["max_steps"])
+    assert run.parent is not None
+    parent, step = run.parent.config, run.parent.step
+    lr = run.optim.lr * lr_multiplier(run.optim, step, run.trainer.max_steps)
     optimizer, moments = optimizer_state(
         saved["optimizer_states"][0],
         (OptimConfig(**parent["optim"]), old, _trained(LossConfig(**parent["loss"]), old.config)),
         (run.optim, new, _trained(run.loss, run.model)),
         carried,
         lr,
-        fork.new_moments,
+        run.fork_new_moments,
     )
     # The schedule is at the parent's step, with the fork's peak.
     groups = optimizer["param_groups"]
     rates = {"base_lrs": [group["initial_lr"] for group in groups], "_last_lr": [group["lr"] for group in groups]}
     rates["lr_lambdas"] = [None] * len(groups)
-    sizes = parent["data"]["batch_size"], run.data.batch_size, run.trainer["accumulate_grad_batches"]
-    touched = [*changed, *["fork_noise"] * bool(fork.noise), *["fork_new_moments"] * fork.new_moments]
+    sizes = parent["data"]["batch_size"], run.data.batch_size, run.trainer.accumulate_grad_batches
+    touched = [*changed, *(name for name in ("fork_noise", "fork_new_moments") if getattr(run, name))]
     state = {
         "optimizer_states": [optimizer],
         "lr_schedulers": [saved["lr_schedulers"][0] | rates],
-        "loops": loops_state(saved["loops"], fork.parent.step, *sizes, fork.skip_batches, fork.skipped),
+        "loops": loops_state(saved["loops"], step, *sizes, run.fork_skip_batches, sequences(run.fork_skip)),
         "callbacks": callback_state(saved["callbacks"], touched, change),
         "mmqk_guards": guards_state(saved.get("mmqk_guards", {}), old, new, carried),
         "mmqk_run": run.record(),
