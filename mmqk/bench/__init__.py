@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         from mmqk.bench import kinds, score
         from mmqk.bench.rules import BASELINES, CANDIDATES
         from mmqk.bench.traces import LASTING, labelled, split_hash
-        from mmqk.model.patch import allow_patch, named_function
+        from mmqk.model.ranges import allow_patch, named_function
 
         try:
             for name in options.rule:

@@ -27,8 +27,15 @@ from mmqk.config.training import (
 )
 from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_identity, layout
 from mmqk.model.config import ModelConfig
-from mmqk.model.patch import allow_patch
-from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, default_of, number
+from mmqk.model.ranges import (
+    MOST_SEED,
+    MOST_STEPS,
+    SMALLEST_PERTURBATION,
+    allow_patch,
+    check_fields,
+    default_of,
+    number,
+)
 from mmqk.store import UserError, check_local, flatten, identity_hash, read_details, with_configs
 from mmqk.store.files import CONFIGS, SHIPPED
 

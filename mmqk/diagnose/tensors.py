@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.checkpoint import PREFIX, newest_checkpoint
-from mmqk.model.patch import allow_patch, named_function
+from mmqk.model.ranges import allow_patch, named_function
 from mmqk.monitors.modules import clean
 from mmqk.store import UserError, read_json
 from mmqk.store.checkpoint_files import check_digest

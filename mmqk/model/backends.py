@@ -168,29 +168,14 @@ def attention(
     check_backend(backend, softcap, kind, dropout=dropout, masked=mask is not None, sink=sink_H is not None)
     _check_dtypes(q_BHTK, k_BHTK, v_BHTK)
     if backend == "flex":
-        out_BHTK, max_BHT, lse_BHT = flex_rows(q_BHTK, k_BHTK, v_BHTK, mask, scale, softcap)
-        return out_BHTK, RowStats(max_BHT, lse_BHT)
+        return _flex(q_BHTK, k_BHTK, v_BHTK, mask, scale, softcap)
     if backend != "math":
         kernel = _sdpa(backend, q_BHTK.device.type, q_BHTK.dtype, mask is not None, dropout)
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(
                 q_BHTK, k_BHTK, v_BHTK, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
             ), None
-    return _dense(q_BHTK, k_BHTK, v_BHTK, mask, scale, kind, softcap, dropout, sink_H), None
-
-
-def _dense(
-    q_BHTK: Tensor,
-    k_BHTK: Tensor,
-    v_BHTK: Tensor,
-    mask: Tensor,
-    scale: float,
-    kind: str,
-    softcap: float | None,
-    dropout: float,
-    sink_H: Tensor | None,
-) -> Tensor:
-    """Compute the backend math in at least fp32; it is also the reference in the tests of all other kernels."""
+    # The dense backend computes in at least fp32; it is also the reference in the tests of all other kernels.
     with torch.autocast(q_BHTK.device.type, enabled=False):
         q, k, v = at_least_fp32(q_BHTK), at_least_fp32(k_BHTK), at_least_fp32(v_BHTK)
         logits_BHTS = (scale * q) @ k.transpose(-1, -2)
@@ -208,7 +193,7 @@ def _dense(
             weight_BHTS = torch.sigmoid(logits_BHTS - math.log(q.shape[-2]))
         if dropout:
             weight_BHTS = F.dropout(weight_BHTS, dropout)
-        return (weight_BHTS @ v).to(v_BHTK.dtype)
+        return (weight_BHTS @ v).to(v_BHTK.dtype), None
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -228,16 +213,10 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 SATURATED = 8.0
 
 
-def flex_rows(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Any, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output of attention and the softmax statistics of each row.
-
-    Returns:
-        out_BHTK; max_BHT, the largest raw logit of each row (fp32, after the scale and before the cap; recovered
-        from the capped logit, see `SATURATED`); lse_BHT, the log-sum-exp of the row's capped logits (fp32). The last
-        two have no gradient.
-    """
+def _flex(
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Any, scale: float, softcap: float | None
+) -> tuple[Tensor, RowStats]:
+    """Compute the backend flex. The largest raw logits are recovered from the capped logits (see `SATURATED`)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     # In a compiled block, flex_attention is part of the block's graph; otherwise it is compiled separately.
@@ -253,15 +232,11 @@ def flex_rows(
         return_aux=AuxRequest(lse=True, max_scores=True),
     )
     assert aux.max_scores is not None and aux.lse is not None
-    return out_BHTK, uncapped(aux.max_scores.detach(), softcap), aux.lse.detach()
-
-
-def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
-    """Recover the raw logit from a capped logit; the result is at most `SATURATED` times the cap."""
-    if softcap is None:
-        return capped
-    # The kernel computes in base 2, so rounding may give a value just above the cap.
-    return softcap * torch.atanh((capped / softcap).clamp(-1.0, 1.0)).clamp(-SATURATED, SATURATED)
+    max_BHT = aux.max_scores.detach()
+    if softcap is not None:
+        # The kernel computes in base 2, so rounding may give a value just above the cap.
+        max_BHT = softcap * torch.atanh((max_BHT / softcap).clamp(-1.0, 1.0)).clamp(-SATURATED, SATURATED)
+    return out_BHTK, RowStats(max_BHT, aux.lse.detach())
 
 
 def _cap(softcap: float) -> Callable[..., Tensor]:

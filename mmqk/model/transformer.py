@@ -19,8 +19,7 @@ from .backends import RowStats, allow_many_graphs, documents_of, mask_of
 from .config import ModelConfig
 from .linear import ByModality, init_weights, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
-from .patch import named_function
-from .ranges import default_of
+from .ranges import default_of, named_function
 
 # A function that a forward pass calls as `observer(site, layer, tensor)`, with the tensor itself, not a copy:
 #
@@ -281,13 +280,15 @@ class EarlyFusionTransformer(nn.Module):
             (window, apart): mask_of(self.backend, T, device, window, documents_of(c, apart, modality_BT, document_BT))
             for window, apart in {c.reach_of(layer) for layer in range(c.n_layers)}
         }
+        drops = self.training and bool(c.residual_dropout or c.attn_dropout)
         # Recomputation would call an observer twice.
         recompute = self.activation_checkpointing and observer is None and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
             observe = no_observer if observer is None else partial(_at_layer, observer, layer)
             reach = c.reach_of(layer)
             inputs = (x_BTD, local_rope if reach[0] else rope, masks[reach], modality_BT, observe)
-            x_BTD, stats = self._checkpointed(block, inputs) if recompute else block(*inputs)
+            run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=drops) if recompute else block
+            x_BTD, stats = run(*inputs)
             if row_stats is not None and stats is not None:
                 row_stats.append(stats)
         if observer is not None:
@@ -316,10 +317,6 @@ class EarlyFusionTransformer(nn.Module):
                 if name in c.embed_scale:
                     x_BTD = torch.where(modality_BT1 == m, c.embed_scale[name] * x_BTD, x_BTD)
         return x_BTD
-
-    def _checkpointed(self, block: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        drops = self.training and (self.config.residual_dropout or self.config.attn_dropout)
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=bool(drops))
 
     @contextmanager
     def use_backend(self, backend: str) -> Iterator[None]:

@@ -18,8 +18,7 @@ from mmqk.config.run import CHANGES, NEWER, SECTIONS
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import parameter_generator
-from mmqk.model.patch import named_function
-from mmqk.model.ranges import default_of
+from mmqk.model.ranges import default_of, named_function
 from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoint_files import checkpoint_name
 from mmqk.store.formatting import plain
