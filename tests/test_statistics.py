@@ -18,7 +18,7 @@ from mmqk.monitors.formulas.reduce import over_layers
 from mmqk.monitors.own.probe import block_matrices, residual_absorption
 from mmqk.store import tag as tag_of
 from mmqk.train import main
-from mmqk.training.logits import RowLog
+from mmqk.training.guards import RowLog
 from tests.monitors.attach.nets import Net
 from tests.one_step import token_batch
 

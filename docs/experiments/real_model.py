@@ -92,7 +92,7 @@ def pair_batch(tokenizer, split: str, rows: int, text_ids: int) -> TokenBatch:
 def losses(model: EarlyFusionTransformer, batch: TokenBatch) -> dict[str, float]:
     sums = 0.0
     with torch.no_grad():
-        for _, part in parts_of(batch):
+        for part in parts_of(batch):
             found = _losses(model, part)
             sums = sums + torch.stack([found.ce, found.count])
     return {n: round(float(ce / k), 4) for n, ce, k in zip(model.config.modalities, *sums, strict=True) if k}

@@ -87,7 +87,6 @@ class StepLog(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
         self._tokens += batch.ids_BT.numel() * trainer.world_size
         self._batches.append((batch_idx, batch))
-        assert isinstance(pl_module, TrainingModule)
         record = pl_module.step_record
         if record is None:
             return  # more micro-batches of this optimizer step follow
@@ -144,8 +143,7 @@ class StepLog(L.Callback):
             return pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
         return None
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        assert isinstance(pl_module, TrainingModule)
+    def on_exception(self, trainer, pl_module, exception: BaseException) -> None:
         # The same error may occur again (a full disk, a lost device), and the status must still be written.
         with contextlib.suppress(OSError, RuntimeError):
             self.flush(trainer, pl_module, alone=True)
@@ -177,13 +175,12 @@ class Validation(L.Callback):
         if due and step != self._validated and ends_step(trainer, batch_idx):
             self._validate(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer, pl_module) -> None:
         """Validate a diverged run at its last step."""
         if trainer.global_step != self._validated:
             self._validate(trainer, pl_module)
 
-    def _validate(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, TrainingModule)
+    def _validate(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
         self._validated = trainer.global_step
         values = pl_module.validation_losses(self.batches())
         for logger in trainer.loggers:
@@ -281,7 +278,6 @@ class Alarms(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         if not ends_step(trainer, batch_idx):
             return
-        assert isinstance(pl_module, TrainingModule)
         if trainer.global_step <= self._probe_until:
             self.step_log.flush(trainer, pl_module)
             self.monitor.probe_now(trainer, pl_module, batch)
@@ -333,7 +329,8 @@ class Alarms(L.Callback):
         if names & set(self.config.probe):
             self._probe_until = trainer.global_step + self.config.probe_steps
         stop = next((alarm for alarm in alarms if alarm.name in self.config.stop), None)
-        keep = [name for name in self.config.checkpoint if name in names and not self._kept(name)]
+        kept = {name for name in names if any(self.checkpoints.folder.glob(f"alarm_{name}_step*.ckpt"))}
+        keep = [name for name in self.config.checkpoint if name in names - kept]
         if not keep and stop is None:
             return
         self.checkpoints.save(trainer, pl_module)
@@ -344,9 +341,6 @@ class Alarms(L.Callback):
                 self._keep(name, trainer.global_step)
         if stop is not None and trainer.global_step < trainer.max_steps:
             raise Interrupted(signal.SIGINT, f"stopped by an alarm at {stop.line()}")
-
-    def _kept(self, name: str) -> bool:
-        return any(self.checkpoints.folder.glob(f"alarm_{name}_step*.ckpt"))
 
     def _keep(self, name: str, step: int) -> None:
         """Give the new checkpoint a second name that is never removed (a hard link)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from typing import TYPE_CHECKING, Any
@@ -77,8 +78,6 @@ def advised(error: Exception) -> Exception:
 # From glibc's malloc.h. By default glibc returns every large block to the kernel, which clears the pages
 # before they are used again.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_LARGEST = (2**30, 2**25)  # bytes; glibc before 2.35 accepts at most the second value
-_PAD = 2**27
 
 
 def tune(device: torch.device) -> None:
@@ -91,8 +90,8 @@ def tune(device: torch.device) -> None:
         skip_nvml_check()
 
 
-def keep_freed_memory() -> bool:
-    """Let this process reuse the memory that it frees; return whether the C library supports this.
+def keep_freed_memory() -> None:
+    """Let this process reuse the memory that it frees.
 
     Only glibc supports this, for blocks below 1 GiB (32 MiB before 2.35). On macOS or with musl the call does
     nothing. The process keeps its peak memory until it ends.
@@ -101,12 +100,13 @@ def keep_freed_memory() -> bool:
     (four processes each). ``python -m timeit "torch.ones(2**23)"`` takes 2.3 ms with it and 16.6 ms without it.
     benchmarks/README.md compares whole steps.
     """
-    try:
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows CDLL needs a name
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # TypeError: on Windows CDLL needs a name
-        return False
-    kept = any(mallopt(_MMAP_THRESHOLD, size) for size in _LARGEST)
-    return bool(kept and mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_TOP_PAD, _PAD))
+        for parameter, size in (
+            *((_MMAP_THRESHOLD, 2**25), (_MMAP_THRESHOLD, 2**30)),  # glibc before 2.35 accepts only the first
+            *((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 2**27)),
+        ):
+            mallopt(parameter, size)
 
 
 def skip_nvml_check() -> None:

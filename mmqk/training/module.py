@@ -24,8 +24,7 @@ from mmqk.model.transformer import Observer, compile_blocks, evaluation_mode
 from mmqk.monitors.own.bad_site import first_bad_site
 from mmqk.monitors.own.updates import UpdateMonitor
 from mmqk.store import UserError
-from mmqk.training.guards import AdaGC, SkipStep
-from mmqk.training.logits import QKClip, RowLog
+from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep
 from mmqk.training.losses import (
     LossSums,
     chunked_losses,

@@ -94,7 +94,7 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
         of_blocks = _only(groups, lambda p: p in chosen)
         others = _only(groups, lambda p: p not in chosen)
         if config.matrices == "muon":
-            return WithMuon(of_blocks, others, config.lr, betas, config.eps, momentum=config.beta1)
+            return WithMuon(of_blocks, others, config.lr, betas, config.eps)
         of_blocks = [{**group, "fixed_norm": True} for group in of_blocks]
         return AdamVariant([*others, *of_blocks], config.lr, betas, config.eps)
     if config.update_clip:
@@ -102,6 +102,12 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
     if config.split_second_moment:
         return SplitAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
     return optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+def parameter_names(optimizer: optim.Optimizer, model: nn.Module) -> list[str]:
+    """Return the names of the parameters in the order of the optimizer's state dict."""
+    names = {p: name for name, p in model.named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
 class HeldOptimizer(optim.Optimizer):
@@ -189,16 +195,15 @@ class WithMuon(HeldOptimizer):
         matrices: Groups for Muon.
         others: Groups for AdamW.
         lr: Learning rate of both.
-        betas: Decay of AdamW's moments.
+        betas: Decay of AdamW's moments; the first also of Muon's momentum.
         eps: AdamW's epsilon.
-        momentum: Decay of Muon's momentum.
     """
 
     def __init__(
-        self, matrices: list[Any], others: list[Any], lr: float, betas: tuple[float, float], eps: float, momentum: float
+        self, matrices: list[Any], others: list[Any], lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         self.adam = optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
-        self.muon = optim.Muon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self.muon = optim.Muon(matrices, lr=lr, momentum=betas[0], adjust_lr_fn="match_rms_adamw")
         super().__init__([*self.adam.param_groups, *self.muon.param_groups], {})
 
     def update(self) -> None:
@@ -251,12 +256,7 @@ class SplitAdamW(HeldOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._gradients: dict[Tensor, Tensor] = {}  # by parameter, modalities along the first axis
@@ -312,7 +312,7 @@ class SplitAdamW(HeldOptimizer):
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
             state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(by_modality), torch.zeros_like(by_modality))
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(by_modality), torch.zeros_like(by_modality)
         state["step"] += 1
         first, second = state["exp_avg"], state["exp_avg_sq"]
         first.lerp_(by_modality, 1 - beta1)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from mmqk.checkpoint import built
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError
+from mmqk.training.optimizers import parameter_names
 from mmqk.training.saving import CheckpointFiles
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class Sharded(ModelParallelStrategy):
         full: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=options)
         if self.global_rank:
             return {}
-        return _renamed(full, {name: i for i, name in enumerate(self._names(optimizer))})
+        return _renamed(full, {name: i for i, name in enumerate(parameter_names(optimizer, self.model))})
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the whole checkpoint in each process; each process keeps only its own shards."""
@@ -244,18 +245,12 @@ class Sharded(ModelParallelStrategy):
         assert self.model is not None
         options = StateDictOptions(full_state_dict=True)
         for optimizer, saved in zip(self.optimizers, content["optimizer_states"], strict=True):
-            named = _renamed(saved, dict(enumerate(self._names(optimizer))))
+            named = _renamed(saved, dict(enumerate(parameter_names(optimizer, self.model))))
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=named, options=options)
         # Load the weights after the optimizer state, because torch may take an optimizer step with learning rate 0 to
         # create that state.
         set_model_state_dict(self.model, content["state_dict"], options=options)
         return content
-
-    def _names(self, optimizer: Any) -> list[str]:
-        """Return the names of the parameters in the order of the optimizer's state dict."""
-        assert self.model is not None
-        names = {p: name for name, p in self.model.named_parameters()}
-        return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
 def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:

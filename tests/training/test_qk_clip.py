@@ -13,7 +13,7 @@ from torch import Tensor
 from mmqk.model import PerModalityConfig
 from mmqk.training import logits as qk_clip
 from mmqk.training.callbacks import Validation
-from mmqk.training.logits import clip_heads, gamma_of, largest_logits
+from mmqk.training.guards import clip_heads, gamma_of, largest_logits
 from tests.peers import Peer
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 

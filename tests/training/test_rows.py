@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, RowStats
 from mmqk.store import parse_tag
-from mmqk.training.logits import RowLog
+from mmqk.training.guards import RowLog
 from tests.model.attend import dense_flex
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 

@@ -51,10 +51,10 @@ class Sizes:
         return sums_MH[modality] / self.count_M[modality]
 
 
-def parts_of(batch: TokenBatch) -> Iterator[tuple[int, TokenBatch]]:
-    """Yield the batch in parts of `CHUNK` sequences, each with the index of its first sequence."""
+def parts_of(batch: TokenBatch) -> Iterator[TokenBatch]:
+    """Yield the batch in parts of `CHUNK` sequences."""
     for start in range(0, len(batch.ids_BT), CHUNK):
-        yield start, batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
+        yield batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
 
 
 def one_copy(norm: nn.Module) -> nn.Module:
@@ -76,14 +76,13 @@ def sizes_at_norms(old: EarlyFusionTransformer, new: EarlyFusionTransformer, bat
         new: The fork, whose norms are applied to the inputs of the parent's norms.
         batch: The probe batch.
     """
-    fork_modules, sizes, at = dict(new.named_modules()), dict[str, Sizes](), {"start": 0}
+    fork_modules, sizes = dict(new.named_modules()), dict[str, Sizes]()
     M = len(old.config.modalities)
 
     def hook(name: str):
         def look(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            rows = slice(at["start"], at["start"] + len(out))
-            valid_N = batch.valid_BT[rows].flatten()
-            modality_N = batch.modality_BT[rows].flatten()[valid_N]
+            valid_N = part.valid_BT.flatten()
+            modality_N = part.modality_BT.flatten()[valid_N]
             x = args[0].float()
 
             def squares(y: Tensor) -> Tensor:
@@ -104,8 +103,7 @@ def sizes_at_norms(old: EarlyFusionTransformer, new: EarlyFusionTransformer, bat
         module.register_forward_hook(hook(name)) for name, module in old.named_modules() if name.endswith("_norm")
     ]
     try:
-        for start, part in parts_of(batch):
-            at["start"] = start
+        for part in parts_of(batch):
             old(part.ids_BT, part.modality_BT, part.document_BT)
     finally:
         for handle in handles:
@@ -117,7 +115,7 @@ def sizes_at_norms(old: EarlyFusionTransformer, new: EarlyFusionTransformer, bat
 def mean_log_sums(model: EarlyFusionTransformer, batch: TokenBatch) -> Tensor:
     """Return the mean over queries of log Σ exp(logit) in each layer and head, (L, H), without padding."""
     c, sums_LH, queries = model.config, torch.zeros(model.config.n_layers, model.config.n_heads), 0
-    for _, part in parts_of(batch):
+    for part in parts_of(batch):
         q_BHTK: dict[int, Tensor] = {}
 
         def observer(
@@ -159,7 +157,7 @@ def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer,
     names = old.config.modalities
     difference = size = torch.zeros((), dtype=torch.float64, device=batch.ids_BT.device)
     sums: list[Tensor] = [torch.zeros(len(names), dtype=torch.float64, device=size.device) for _ in range(3)]
-    for _, part in parts_of(batch):
+    for part in parts_of(batch):
         logits = [m(part.ids_BT, part.modality_BT, part.document_BT) for m in (old, new)]
         before_NV, after_NV = (x_BTV[part.valid_BT].double() for x_BTV in logits)
         difference = difference + (after_NV - before_NV).square().sum()

@@ -18,7 +18,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 from mmqk.training.fork.measure import Change
 from mmqk.training.fork.weights import Carried
-from mmqk.training.optimizers import lr_multiplier, make_optimizer
+from mmqk.training.optimizers import lr_multiplier, make_optimizer, parameter_names
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -54,12 +54,11 @@ def forked_state(
     groups = optimizer["param_groups"]
     rates = {"base_lrs": [group["initial_lr"] for group in groups], "_last_lr": [group["lr"] for group in groups]}
     rates["lr_lambdas"] = [None] * len(groups)
-    sizes = parent["data"]["batch_size"], run.data.batch_size, run.trainer.accumulate_grad_batches
     touched = [*changed, *(name for name in ("fork_noise", "fork_new_moments") if getattr(run, name))]
     state = {
         "optimizer_states": [optimizer],
         "lr_schedulers": [saved["lr_schedulers"][0] | rates],
-        "loops": loops_state(saved["loops"], step, *sizes, run.fork_skip_batches, sequences(run.fork_skip)),
+        "loops": loops_state(saved["loops"], run),
         "callbacks": callback_state(saved["callbacks"], touched, change),
         "mmqk_guards": guards_state(saved.get("mmqk_guards", {}), old, new, carried),
         "mmqk_run": run.record(),
@@ -70,12 +69,6 @@ def forked_state(
 def _trained(loss: LossConfig, model: ModelConfig) -> list[str]:
     weights = loss.weights_of(model.modalities)
     return [name for name, weight in zip(model.modalities, weights, strict=True) if weight > 0]
-
-
-def _names_in_order(config: OptimConfig, model: EarlyFusionTransformer) -> tuple[list[str], dict[str, Any]]:
-    """Make the optimizer; return the parameter names in the order of its state, and its state dict."""
-    optimizer, names = make_optimizer(config, model), {p: name for name, p in model.named_parameters()}
-    return [names[p] for group in optimizer.param_groups for p in group["params"]], optimizer.state_dict()
 
 
 def optimizer_state(
@@ -105,8 +98,9 @@ def optimizer_state(
         new_moments: Whether to leave out the parent's moments.
     """
     (old_config, old_model, old_trained), (new_config, new_model, new_trained) = old, new
-    old_names, _ = _names_in_order(old_config, old_model)
-    new_names, state = _names_in_order(new_config, new_model)
+    old_names = parameter_names(make_optimizer(old_config, old_model), old_model)
+    optimizer = make_optimizer(new_config, new_model)
+    new_names, state = parameter_names(optimizer, new_model), optimizer.state_dict()
     for group in state["param_groups"]:
         group["initial_lr"], group["lr"] = group["lr"], lr * (group["lr"] / new_config.lr)
     if new_moments:
@@ -175,31 +169,17 @@ def guards_state(
     return {**saved, "adagc": {"gamma_P": saved["adagc"]["gamma_P"].new_tensor(gamma_P)}}
 
 
-def loops_state(
-    saved: Mapping[str, Any],
-    step: int,
-    before: int,
-    sequences: int,
-    micro_batches: int,
-    skip: int,
-    skipped: Sequence[int] = (),
-) -> dict[str, Any]:
-    """Return the state of Lightning's loops for the fork: step counters and the position in the data.
-
-    Args:
-        saved: ``loops`` of the parent.
-        step: Number of optimizer steps.
-        before: Sequences per optimizer step of the parent.
-        sequences: Sequences per optimizer step of the fork.
-        micro_batches: Micro-batches per optimizer step of the fork.
-        skip: Number of optimizer steps whose sequences are skipped.
-        skipped: Numbers of single sequences to leave out, beside those that the parent leaves out.
+def loops_state(saved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Return the ``loops`` of the parent's checkpoint for the fork: step counters and the position in the data.
 
     Raises:
-        UserError: the parent has read one of them, or reads shards and cannot skip.
+        UserError: the parent has read a sequence of `fork_skip`, or reads shards and cannot skip.
     """
+    assert run.parent is not None
+    step, before, size = run.parent.step, run.parent.config["data"]["batch_size"], run.data.batch_size
+    skip, skipped = run.fork_skip_batches, sequences(run.fork_skip)
     loops = copy.deepcopy(dict(saved))
-    fit, position = loops["fit_loop"], step * micro_batches
+    fit, position = loops["fit_loop"], step * run.trainer.accumulate_grad_batches
     loader = fit["state_dict"]["combined_loader"][0]
     read, left_out = step * before + loader.get("ahead", 0), loader.get("skip", [])
     first = int(sequence_numbers(np.array([read]), left_out)[0])
@@ -208,9 +188,9 @@ def loops_state(
             f"fork_skip names sequence {min(skipped)}, but at step {step} the next sequence is {first}: name later"
             " sequences, or fork at an earlier step."
         )
-    state = {"position": position, "ahead": read + (skip - step) * sequences}
+    state = {"position": position, "ahead": read + (skip - step) * size}
     if "streams" in loader:
-        if sequences != before or skip or skipped:
+        if size != before or skip or skipped:
             raise UserError(
                 "The parent reads shards, so its fork continues at the same sample with the same data.batch_size: leave"
                 " fork_skip, fork_skip_batches and data.batch_size out, or train the parent from token arrays"

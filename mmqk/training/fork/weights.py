@@ -293,14 +293,11 @@ class _Carrying:
         """Return the exact gain of the fork at this norm, (H, K) or (1, D): g * rms(n(x)) / rms(n'(x))."""
         sizes = self.sizes[name]
         ratio_H = (sizes.mean("plain", m) / sizes.mean("other", m).clamp_min(1e-30)).sqrt()
-        shape = (len(ratio_H), self._width(name))
+        shape = (len(ratio_H), self.config.head_dim if ".attention." in name else self.config.d_model)
         if m is None and isinstance(parent, ByModality):  # one gain replaces those of all modalities
             gains = [_gain_of(copy, shape) for copy in parent.copies]
             return torch.stack(gains).mean(0) * ratio_H[:, None]
         return _gain_of(parent_copy, shape).to(ratio_H.device) * ratio_H[:, None]
-
-    def _width(self, name: str) -> int:
-        return self.config.head_dim if ".attention." in name else self.config.d_model
 
     def _start_gain(self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, parent: nn.Module) -> None:
         """Set the gain of a norm. If the heads share one gain, it is the average over heads, weighted with the
