@@ -80,12 +80,8 @@ def check_conflicts(optim: OptimConfig, model: ModelConfig, monitor: MonitorConf
             optim.msign_every > 0 and sigma,
         "optim.width_scaling mup gives embedding and head different learning rates, but model.tie_embeddings makes them"
         " one matrix": optim.width_scaling == "mup" and model.tie_embeddings,
-        "monitor.parameters reads Adam's moments, which optim.matrices muon does not have":
-            monitor.parameters and muon,
-        "monitor.second_moment reads Adam's moments, which optim.matrices muon does not have":
-            monitor.second_moment and muon,
-        "monitor.sharpness reads Adam's moments, which optim.matrices muon does not have":
-            monitor.sharpness and muon,
+        **{f"monitor.{name} reads Adam's moments, which optim.matrices muon does not have":
+            getattr(monitor, name) and muon for name in ("parameters", "second_moment", "sharpness")},
         "monitor.second_moment reads one second moment of a matrix, but optim.split_second_moment has one for each"
         " modality":
             monitor.second_moment and optim.split_second_moment,

@@ -170,10 +170,9 @@ class RunConfig(Given):
 
     def nested(self) -> dict[str, Any]:
         """Return the configuration as plain data; the parser accepts it as ``--config``."""
-        others = ("backend", "compile", "activation_checkpointing", "seed", "threads", "logging")
-        plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
-        plain |= {name: getattr(self, name) for name in others}
-        return {**plain, "trainer": asdict(self.trainer), **self._fork_fields()}
+        names = ("backend", "compile", "activation_checkpointing", "seed", "threads", "logging", "trainer")
+        plain = asdict(self)
+        return {name: plain[name] for name in (*SECTIONS, *names)} | self._fork_fields()
 
     def record(self) -> dict[str, Any]:
         """Return the id and configuration that a checkpoint stores, for forks."""

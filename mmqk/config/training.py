@@ -47,6 +47,10 @@ class LossConfig:
             )
         return weights
 
+    def trained(self, modalities: Sequence[str]) -> list[str]:
+        """Return the modalities whose weight is above 0."""
+        return [name for name, weight in zip(modalities, self.weights_of(modalities), strict=True) if weight > 0]
+
 
 @dataclass(frozen=True)
 class OptimConfig:

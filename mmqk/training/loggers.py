@@ -117,11 +117,11 @@ def open_integrations(run: RunConfig, logged: int) -> list[RunLogger]:
     known: dict[str, Any] = store.read_json(path) or {}
     opened = []
     for name in (name for name in run.logging if name in _OPEN):
-        before = known.get(name, {})
+        before, (start, advice) = known.get(name, {}), _OPEN[name]
         try:
-            logger, run_id, last = _OPEN[name](run, before.get("id"))
+            logger, run_id, last = start(run, before.get("id"))
         except Exception as error:  # wandb, mlflow and their transports raise different errors
-            raise UserError(f"logging: {name} cannot start ({reason_of(error)}): {_ADVICE[name]}.") from error
+            raise UserError(f"logging: {name} cannot start ({reason_of(error)}): {advice}.") from error
         step = -1 if not before else max(before.get("step", -1), logged) if last is None else last
         known[name] = {"id": run_id, "step": step}
         store.write_json(path, known)
@@ -233,14 +233,11 @@ def _mlflow(run: RunConfig, run_id: str | None) -> tuple[Logger, str, int | None
     return logger, logger.run_id, last
 
 
-# Each function returns Lightning's logger, the id of its run, and its last step (None if unknown).
-_OPEN: dict[str, Callable[[RunConfig, str | None], tuple[Logger, str, int | None]]] = {
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-}
-_ADVICE = {
-    "wandb": "run `wandb login`, set WANDB_MODE=offline, or remove wandb from logging",
-    "mlflow": "check MLFLOW_TRACKING_URI, or remove mlflow from logging",
+# Each function returns Lightning's logger, the id of its run, and its last step (None if unknown). Beside it is the
+# advice after an error.
+_OPEN: dict[str, tuple[Callable[[RunConfig, str | None], tuple[Logger, str, int | None]], str]] = {
+    "wandb": (_wandb, "run `wandb login`, set WANDB_MODE=offline, or remove wandb from logging"),
+    "mlflow": (_mlflow, "check MLFLOW_TRACKING_URI, or remove mlflow from logging"),
 }
 
 

@@ -100,9 +100,9 @@ class TrainingModule(L.LightningModule):
         self.stored: dict[str, Any] = {"mmqk_model": asdict(model)}
         self.step_record: StepRecord | None = None
         self.update_monitor: UpdateMonitor | None = None
-        weights, chosen = self.loss_config.weights_of(model.modalities), self.optim_config
-        self.trained_places = [i for i, weight in enumerate(weights) if weight > 0]
-        self.trained_modalities = tuple(model.modalities[i] for i in self.trained_places)
+        self.trained_modalities = tuple(self.loss_config.trained(model.modalities))
+        self.trained_places = [model.modalities.index(name) for name in self.trained_modalities]
+        chosen = self.optim_config
         self.qk_clip = None if chosen.qk_clip is None else QKClip(self.model, chosen.qk_clip)
         tensors = sum(p.requires_grad for p in self.model.parameters())
         self.adagc = None if chosen.adagc is None else AdaGC(tensors, chosen.adagc, chosen.warmup_steps)

@@ -13,8 +13,8 @@ from mmqk.data.order import sequence_numbers
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import AlarmRules, DivergenceRule, UserError
 from mmqk.train import main
+from mmqk.training.fork import callback_state, optimizer_state
 from mmqk.training.fork.measure import Change
-from mmqk.training.fork.state import callback_state, optimizer_state
 from mmqk.training.fork.weights import Carried
 from mmqk.training.optimizers import make_optimizer
 from tests.tiny import data_of

@@ -115,21 +115,19 @@ def sizes_at_norms(old: EarlyFusionTransformer, new: EarlyFusionTransformer, bat
 def mean_log_sums(model: EarlyFusionTransformer, batch: TokenBatch) -> Tensor:
     """Return the mean over queries of log Σ exp(logit) in each layer and head, (L, H), without padding."""
     c, sums_LH, queries = model.config, torch.zeros(model.config.n_layers, model.config.n_heads), 0
+    q_BHTK: dict[int, Tensor] = {}
+
+    def observer(site: str, layer: int, x_BHTK: Tensor) -> None:
+        if site == "q":
+            q_BHTK[layer] = x_BHTK
+        elif site == "k":
+            logits_BHTS = capped(c.attn_scale_value * q_BHTK.pop(layer) @ x_BHTK.mT, c.attn_softcap)
+            documents_BT = documents_of(c, c.separates(layer), part.modality_BT, part.document_BT)
+            visible = visible_keys(x_BHTK.shape[2], x_BHTK.device, c.window_of(layer), documents_BT)
+            log_sums_BHT = logits_BHTS.masked_fill(~visible, -torch.inf).logsumexp(-1)
+            sums_LH[layer] += log_sums_BHT.transpose(1, 2)[part.valid_BT].sum(0).to(sums_LH)
+
     for part in parts_of(batch):
-        q_BHTK: dict[int, Tensor] = {}
-
-        def observer(
-            site: str, layer: int, x_BHTK: Tensor, part: TokenBatch = part, q_BHTK: dict[int, Tensor] = q_BHTK
-        ) -> None:
-            if site == "q":
-                q_BHTK[layer] = x_BHTK
-            elif site == "k":
-                logits_BHTS = capped(c.attn_scale_value * q_BHTK.pop(layer) @ x_BHTK.mT, c.attn_softcap)
-                documents_BT = documents_of(c, c.separates(layer), part.modality_BT, part.document_BT)
-                visible = visible_keys(x_BHTK.shape[2], x_BHTK.device, c.window_of(layer), documents_BT)
-                log_sums_BHT = logits_BHTS.masked_fill(~visible, -torch.inf).logsumexp(-1)
-                sums_LH[layer] += log_sums_BHT.transpose(1, 2)[part.valid_BT].sum(0).to(sums_LH)
-
         model(part.ids_BT, part.modality_BT, part.document_BT, observer=observer)
         queries += int(part.valid_BT.sum())
     return sums_LH / queries

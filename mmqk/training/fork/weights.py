@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.model.linear import TINY, ByModality, SigmaLinear
+from mmqk.model.linear import TINY, ByModality, SigmaLinear, parameter_generator
 from mmqk.model.norms import L2Norm, LayerScale, Norm
 from mmqk.training.fork.measure import mean_log_sums, one_copy, sizes_at_norms
 
@@ -71,6 +71,22 @@ def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: Token
         carrying.sinks(mean_log_sums(old, batch))
     carrying.write()
     return carrying.account()
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, size: float, draw: int) -> None:
+    """Add noise to every weight matrix, with an RMS of ``size`` times the RMS of the matrix. ``draw`` and the
+    weight's name determine the noise."""
+    done = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight not in done:
+            weight = module.weight
+            done.add(weight)  # change a tied matrix once
+            generator = parameter_generator(draw, f"fork/{name}")
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            wide = weight.double().cpu()
+            wide += noise * (size * wide.square().mean().sqrt() / noise.square().mean().sqrt())
+            weight.copy_(wide)
 
 
 class _Carrying:
