@@ -4,10 +4,9 @@ its own fields (`__post_init__`). An error is a sentence that names the fields."
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmqk.config.training import MonitorConfig, OptimConfig
 from mmqk.model.config import ModelConfig
@@ -22,12 +21,6 @@ MOST_SKIPPED = 1_000_000
 def check_run(given: Given, parent: Parent | None) -> None:
     """Raise ValueError with the first combination of fields that no run can have."""
     model, data = given.model, given.data
-    sequences(given.fork_skip)
-    refuse({
-        "fork_seed has no effect while fork_noise is 0: set fork_noise.": given.fork_seed and not given.fork_noise,
-        f"fork_skip skips the data of a parent, but {given.fork} is an import: leave it out.":
-            (given.fork_skip_batches or given.fork_skip) and parent is not None and parent.is_import,
-    })  # fmt: skip
     given.loss.weights_of(model.modalities)
     refuse({
         "loss.weights.text is 0 and data.mix has only text, which trains nothing: raise the weight or add another"
@@ -35,8 +28,7 @@ def check_run(given: Given, parent: Parent | None) -> None:
     })  # fmt: skip
     _refuse_batches(given)
     if parent is not None:
-        check_forkable(ModelConfig.from_dict(parent.config["model"]), model)
-        _refuse_patches(parent.config, {"model": model.patch, "data": data.patch})
+        _refuse_fork(given, parent)
     check_backend(
         given.backend,
         model.attn_softcap,
@@ -46,8 +38,6 @@ def check_run(given: Given, parent: Parent | None) -> None:
         tokens=data.seq_len,
         sink=model.attn_sink,
     )
-    if parent is not None and not parent.is_import:
-        _refuse_moments(parent.config["optim"], given.optim)
     check_conflicts(given.optim, model, given.monitor)
     hidden = given.optim.qk_clip is not None and given.backend != "flex"  # flex returns the largest logits itself
     refuse({
@@ -109,27 +99,31 @@ def sequences(skip: str) -> list[int]:
     return sorted({n for a, b in ends for n in range(a, b + 1)})
 
 
-def _refuse_patches(parent: Mapping[str, Any], patches: Mapping[str, str]) -> None:
-    """Refuse a fork that does not name the patches in the configuration of its parent."""
-    given = {section: parent[section].get("patch", "") for section in patches}
+def _refuse_fork(given: Given, parent: Parent) -> None:
+    """Refuse a fork whose weights, patches, data or moments do not fit those of its parent."""
+    check_forkable(ModelConfig.from_dict(parent.config["model"]), given.model)
+    patches = {section: parent.config[section].get("patch", "") for section in ("model", "data")}
     refuse({
-        f"the parent has {section}.patch {given[section]}, which a fork keeps but runs only if you name it too: add"
-        f" {section}.patch={given[section]}.": given[section] not in ("", patch)
+        "fork_seed has no effect while fork_noise is 0: set fork_noise.": given.fork_seed and not given.fork_noise,
+        f"fork_skip skips the data of a parent, but {given.fork} is an import: leave it out.":
+            (given.fork_skip_batches or given.fork_skip) and parent.is_import,
+    } | {
+        f"the parent has {section}.patch {patch}, which a fork keeps but runs only if you name it too: add"
+        f" {section}.patch={patch}.": patch not in ("", getattr(given, section).patch)
         for section, patch in patches.items()
     })  # fmt: skip
-
-
-def _refuse_moments(parent: Mapping[str, Any], optim: OptimConfig) -> None:
-    """Refuse a fork that cannot use the moments of its parent, whose `optim` is given."""
-    before = parent.get("matrices", "adamw")
-    scaled = (parent.get("width_scaling", "none"), parent.get("base_width"))
+    if parent.is_import:
+        return
+    before, now = parent.config["optim"], given.optim
+    matrices = before.get("matrices", "adamw")
+    scaled = (before.get("width_scaling", "none"), before.get("base_width"))
     refuse({
-        f"optim.matrices is {before} in the parent and {optim.matrices} here, and a fork cannot change it, because the"
+        f"optim.matrices is {matrices} in the parent and {now.matrices} here, and a fork cannot change it, because the"
         " moments of muon differ from those of Adam: keep the parent's value, or start a new run.":
-            before != optim.matrices and "muon" in (before, optim.matrices),
+            matrices != now.matrices and "muon" in (matrices, now.matrices),
         "optim.width_scaling and optim.base_width set the initial weights too, so a fork cannot change them: keep the"
         " parent's values, or start a new run.":
-            scaled != (optim.width_scaling, optim.base_width) and {scaled[0], optim.width_scaling} != {"none"},
+            scaled != (now.width_scaling, now.base_width) and {scaled[0], now.width_scaling} != {"none"},
     })  # fmt: skip
 
 

@@ -122,7 +122,7 @@ class Fields:
                 self.add_file(Path(text))
                 continue
             leaf = self.known.get(name)
-            is_text = leaf is not None and {str, Path} & {*_parts(leaf.hint)} and text != "null"
+            is_text = leaf is not None and str in _parts(leaf.hint) and text != "null"
             given.append({name: text if is_text else yaml_value(name, text)})
         for each in given:
             self.add(each)

@@ -91,7 +91,7 @@ class Given:
         fork_skip: leave out these sequences, such as 26,27 or 26-57; mmqk inspect RUN --step N lists their numbers.
     """
 
-    out: Path | None = None
+    out: str | None = None
     seed: int = number(0, 0, MOST_SEED)
     backend: str = "sdpa"
     compile: bool = False
@@ -155,7 +155,7 @@ class RunConfig(Given):
         parent: the run that a fork starts from; None for a run from initial weights.
     """
 
-    out: Path
+    out: Path  # type: ignore[assignment]
     identity: dict[str, Any]
     parent: Parent | None = None
 
@@ -171,15 +171,12 @@ class RunConfig(Given):
     def nested(self) -> dict[str, Any]:
         """Return the configuration as plain data; the parser accepts it as ``--config``."""
         names = ("backend", "compile", "activation_checkpointing", "seed", "threads", "logging", "trainer")
-        plain = asdict(self)
-        return {name: plain[name] for name in (*SECTIONS, *names)} | self._fork_fields()
+        plain, fork = asdict(self), {"fork": self.fork, **self.fork_changes()} if self.fork else {}
+        return {name: plain[name] for name in (*SECTIONS, *names)} | fork
 
     def record(self) -> dict[str, Any]:
         """Return the id and configuration that a checkpoint stores, for forks."""
-        return {"id": self.id, "config": {k: v for k, v in self.nested().items() if k not in self._fork_fields()}}
-
-    def _fork_fields(self) -> dict[str, Any]:
-        return {"fork": self.fork, **self.fork_changes()} if self.fork else {}
+        return {"id": self.id, "config": replace(self, fork=None).nested()}
 
 
 def help_text() -> str:
@@ -253,13 +250,13 @@ def base_of(parent: Parent) -> dict[str, Any]:
     for name in ("fork", *CHANGES):
         config.pop(name, None)
     for section in ("model", "data"):
-        config[section]["patch"] = ""  # code, which the command line must name again (`_refuse_patches`)
+        config[section]["patch"] = ""  # code, which the command line must name again (`_refuse_fork`)
     config["model"]["vocab_sizes"] = {}  # derived from the fork's data, then compared with the parent's
     config["checkpoint"]["at"] = []  # these are steps of the parent
     return config
 
 
-def read_parent(given: str, out: Path | None = None) -> Parent:
+def read_parent(given: str, out: str | None = None) -> Parent:
     """Return the run that wrote the checkpoint of ``--fork`` (a file, or the newest one in a run folder).
 
     If the fork already exists in ``out``, return the parent in its run.json, even if the parent has removed this
@@ -268,7 +265,7 @@ def read_parent(given: str, out: Path | None = None) -> Parent:
     Raises:
         UserError: the checkpoint does not exist, cannot be read, or does not name its run.
     """
-    noted = read_details(out).get("fork") if out else None
+    noted = read_details(Path(out)).get("fork") if out else None
     if isinstance(noted, dict) and noted.get("given") == given:
         return Parent(noted["id"], noted["step"], noted["config"], Path(noted["checkpoint"]))
     from mmqk.checkpoint import load_checkpoint, newest_checkpoint  # imports torch
@@ -312,11 +309,11 @@ def _complete(configs: list[Path], given: Given, parent: Parent | None = None) -
         identity = _identity_of(given, parent)
     except ValueError as error:
         raise UserError(str(error)) from error
-    check_local(str(given.out or ""), "out", "name a local folder")
+    check_local(given.out or "", "out", "name a local folder")
     name = _name_of(configs, data) if parent is None or configs else "fork"
     values = {f.name: getattr(given, f.name) for f in fields(given)} | {
         "logging": list(dict.fromkeys(given.logging)),
-        "out": given.out or Path("runs") / name / identity_hash(identity),
+        "out": Path(given.out) if given.out else Path("runs") / name / identity_hash(identity),
     }
     return RunConfig(**values, identity=identity, parent=parent)
 
