@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmqk.model import PerModalityConfig
-from mmqk.training import logits as qk_clip
+from mmqk.training import guards as qk_clip
 from mmqk.training.callbacks import Validation
 from mmqk.training.guards import clip_heads, gamma_of, largest_logits
 from tests.peers import Peer
