@@ -102,11 +102,10 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows CDLL needs a name
         mallopt = ctypes.CDLL(None).mallopt
-        for parameter, size in (
-            *((_MMAP_THRESHOLD, 2**25), (_MMAP_THRESHOLD, 2**30)),  # glibc before 2.35 accepts only the first
-            *((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 2**27)),
-        ):
-            mallopt(parameter, size)
+        mallopt(_MMAP_THRESHOLD, 2**25)
+        mallopt(_MMAP_THRESHOLD, 2**30)  # glibc before 2.35 refuses this value and keeps the one above
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_TOP_PAD, 2**27)
 
 
 def skip_nvml_check() -> None:

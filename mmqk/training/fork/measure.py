@@ -81,7 +81,7 @@ def sizes_at_norms(old: EarlyFusionTransformer, new: EarlyFusionTransformer, bat
 
     def hook(name: str):
         def look(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            valid_N = part.valid_BT.flatten()
+            valid_N = part.valid_BT.flatten()  # of the part in this forward pass
             modality_N = part.modality_BT.flatten()[valid_N]
             x = args[0].float()
 
