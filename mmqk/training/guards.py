@@ -192,7 +192,7 @@ class QKClip:
 
     def values(self, measured: list[float]) -> dict[str, float]:
         """Return `QKClip.measured` by tag; a layer without a visible pair is left out."""
-        return _by_layer(measured, "qk_clip_logit", "qk_clip_gamma", (None,))
+        return _by_layer(measured, "qk_clip_logit", "qk_clip_gamma", [()])
 
     @torch.no_grad()
     def clip(self, skip: Tensor | None = None) -> None:
@@ -271,18 +271,18 @@ class RowLog:
 
     def values(self, measured: Sequence[float]) -> dict[str, float]:
         """Return `measured` by tag; a modality without a query is left out."""
-        return _by_layer(measured, "attn_row_max", "attn_row_lse", self.modalities)
+        return _by_layer(measured, "attn_row_max", "attn_row_lse", [(name,) for name in self.modalities])
 
 
 def _by_layer(
-    measured: Sequence[float], of_logits: str, other: str, modalities: Sequence[str | None]
+    measured: Sequence[float], of_logits: str, other: str, modalities: Sequence[tuple[str, ...]]
 ) -> dict[str, float]:
     """Return the largest logits and another statistic, by layer and modality, as tags; a largest logit of -inf is
     left out, with the other statistic."""
     half, tags = len(measured) // 2, dict[str, float]()
     for i, (logit, value) in enumerate(zip(measured[:half], measured[half:], strict=True)):
-        layer, modality = divmod(i, len(modalities))
+        layer, m = divmod(i, len(modalities))
         if logit != -math.inf:
-            tags[tag(of_logits, modalities[modality], layer=layer)] = logit
-            tags[tag(other, modalities[modality], layer=layer)] = value
+            tags[tag(of_logits, *modalities[m], layer=layer)] = logit
+            tags[tag(other, *modalities[m], layer=layer)] = value
     return tags
