@@ -11,15 +11,15 @@ dial ─────────────────────────
 config                     the fields of `data.*`, and the part of the run's identity that they give
 datamodule                 opens the sources of a run, and makes its order and validation set
 
-shards/names               which shards a pattern, a folder or a URL names
-shards/tar, read           the samples of a shard: by offset, or front to back from any sample on
+shards/files               which shards a pattern, a folder or a URL names; the samples of a tar, by offset
+shards/read                the samples of a shard, front to back from any sample on
 shards/samples, images     a sample: its texts and images, or the reason why it is dropped
 shards/manifest            which samples are in which split; pairs and text of shards with a manifest, as in data/
-tokenizers/text, image     texts and images to ids; files: their two files
+tokenizers/files, image    texts to ids, the files of the tokenizers, the joint vocabulary; images to codes
 tokenizers/train           `mmqk data tokenizers`; training_data: what it reads; train_image: the autoencoder's training
 tokens/folder              the folder that stores documents as ids; the joint vocabulary (`Layout`)
-tokens/encode              documents to ids, and the documents of a source: a token folder, or small shards, once
-tokens/tokenize            `mmqk data tokenize`: shards to a token folder; workers: its processes
+tokens/encode              documents to ids; the documents of a source: a token folder, or small shards, once
+tokens/tokenize            `mmqk data tokenize`: shards to a token folder
 tokens/ids                 `mmqk data ids`: arrays of ids of other tokenizers to a token folder
 
 stream                     documents of shards that are read during training, in lanes
