@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -149,12 +148,9 @@ class DialConfig:
 def _check(name: str, value: float, low: float, high: float, given: str) -> None:
     # The printed bounds are rounded inwards, so that each is feasible.
     if not low - _SLACK <= value <= high + _SLACK:
-        bounds = f"{_inside(low, math.ceil)} and {_inside(high, math.floor)} nats"
-        raise ValueError(f"data.dial.{name} is {value}: {given}give a value between {bounds}.")
-
-
-def _inside(bound: float, towards: Callable[[float], int]) -> str:
-    return f"{towards(bound * 1e4) / 1e4:.4f}".rstrip("0").rstrip(".")
+        inside = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
+        bounds = " and ".join(f"{bound:.4f}".rstrip("0").rstrip(".") for bound in inside)
+        raise ValueError(f"data.dial.{name} is {value}: {given}give a value between {bounds} nats.")
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,10 @@ class TokenDataModule(L.LightningDataModule):
             train, val = ({kind: s[split] for kind, s in stores.items()} for split in ("train", "val"))
             for kind in config.kinds:
                 if kind != "dial" and not len(val[source_of(kind)]):
-                    documents = len(train[source_of(kind)])
-                    remedy = "make its folder again, with another --out and without --val-fraction."
-                    if documents < 2:
-                        remedy = "give more documents."
-                    raise ValueError(
-                        f"data.mix asks for {kind}, but none of its {documents} documents is held out: {remedy}"
-                    )
+                    n = len(train[source_of(kind)])
+                    again = "make its folder again, with another --out and without --val-fraction"
+                    remedy = again if n > 1 else "give more documents"
+                    raise ValueError(f"data.mix asks for {kind}, but none of its {n} documents is held out: {remedy}.")
             self.builder = builder = SequenceBuilder(train, ids, config.seq_len)
             streamed = [kind for kind in config.kinds if source_of(kind) in config.streams]
             self.rows = {kind: LaneRows(train[source_of(kind)], builder, kind, pack) for kind in streamed}
@@ -94,9 +91,9 @@ class TokenDataModule(L.LightningDataModule):
         if "tokens" in config.family:
             return {"tokens": open_tokens(config.tokens, Path(config.cache))}
         tokenizers, cache = config.tokenizers_folder, Path(config.cache)
-        stores: dict[str, Any] = {}
-        for kind, folder in config.sources.items():
-            stores[kind] = open_source(kind, folder, tokenizers, cache)
+        stores: dict[str, Any] = {
+            kind: open_source(kind, folder, tokenizers, cache) for kind, folder in config.sources.items()
+        }
         for kind, shards in config.streams.items():
             limit = int(config.shard_cache_gb * 1e9)
             copies = ShardCache(Path(config.shard_cache), limit) if config.shard_cache else None

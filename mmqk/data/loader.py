@@ -79,8 +79,7 @@ class MicroBatches(Dataset):
     def numbers(self, step: int) -> list[int]:
         """Return the numbers of the sequences of a step, the first step being 0."""
         start = step * self.batch_size + self.ahead
-        numbers: list[int] = sequence_numbers(np.arange(start, start + self.batch_size), self.skip).tolist()
-        return numbers
+        return sequence_numbers(np.arange(start, start + self.batch_size), self.skip).tolist()
 
     def _batch(self, i: int, places: range) -> TokenBatch:
         """Return the sequences at these places of the step of micro-batch ``i``."""
@@ -213,9 +212,8 @@ class StreamedParts(IterableDataset):
                 continue
             if (kind, place) not in self.lanes:
                 key, cursor = (self.seed, STREAMS[kind]), self.cursors.get((kind, place), Cursor())
-                self.lanes[kind, place] = self.rows[kind].stream.lane(
-                    self.accounts[kind], place, self.batches.batch_size, key, cursor
-                )
+                stream, lanes = self.rows[kind].stream, self.batches.batch_size
+                self.lanes[kind, place] = stream.lane(self.accounts[kind], place, lanes, key, cursor)
             lane = self.lanes[kind, place]
             part.rows[place] = self.rows[kind].row(lane, slot)
             part.cursors[kind, place] = lane.cursor

@@ -62,8 +62,7 @@ class Windows(IndexedCache):
 
     def _start(self, nth: int) -> int:
         epoch, item = self._epochs.item(nth)
-        start: int = self._kept(epoch) + item * self.length
-        return start
+        return self._kept(epoch) + item * self.length
 
     def contents(self, nth: int) -> list[Content]:
         """Return the documents of row ``nth``; the first and the last may be cut."""
@@ -120,12 +119,10 @@ class ItemRows:
         self.builder, self.kind = builder, kind
         self.store = builder.stores[source_of(kind)]
         self._pieces_P3 = None if source_of(kind) == "pair" else pieces(self.store, builder.room)
-        self.order: Epochs | Packing
+        n = len(self.store) if self._pieces_P3 is None else len(self._pieces_P3)
+        self.order: Epochs | Packing = Epochs(n, seed, STREAMS[kind])
         if pack:
             self.order = Packing(self._lengths(), builder.seq_len, seed, STREAMS[kind])
-        else:
-            n = len(self.store) if self._pieces_P3 is None else len(self._pieces_P3)
-            self.order = Epochs(n, seed, STREAMS[kind])
 
     def _lengths(self) -> np.ndarray:
         """Return, for each item, the number of positions that it fills, special tokens included."""
@@ -145,7 +142,7 @@ class ItemRows:
         """Return the row of one item."""
         if self._pieces_P3 is not None:
             return self.builder.piece(self.kind, self._pieces_P3[item])
-        return self.builder.image(item) if slot == "image" else self.builder.pair(item, slot == "image_first")
+        return self.builder.of_pair(item, slot)
 
     def contents(self, nth: int) -> list[Content]:
         """Return the documents of row ``nth``."""
@@ -243,15 +240,13 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
     kinds do not change.
 
     Raises:
-        ValueError: a kind has no held-out rows.
+        ValueError: the held-out text is too short for a row.
     """
     if dial is not None:
         # Training runs use even seeds for the dial (2 * seed), so no run trains on validation documents.
         rows_of = DialRows(dial, builder.seq_len, VALIDATION_SEED, pack=False)
         return [rows_of.row(i, "dial") for i in range(n)]
     held_out = [kind for kind in VALIDATION_CYCLE if len(builder.stores.get(kind, ()))]
-    if not held_out:
-        raise ValueError("no validation split has a document: hold out a share of the data.")
     items = {kind: ItemRows(builder, kind, VALIDATION_SEED, pack=False) for kind in held_out if kind != "text"}
     available = {kind: len(rows) for kind, rows in items.items()}
     if "text" in held_out:

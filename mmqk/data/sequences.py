@@ -100,6 +100,10 @@ class SequenceBuilder:
         """Return a row with the image of a pair, without the caption."""
         return Row(np.concatenate([self._bos, self._pair(item)[0], [self.layout.eos]]))
 
+    def of_pair(self, item: int, slot: str) -> Row:
+        """Return the row of pair ``item`` at a place of the order: image_first, caption_first or image."""
+        return self.image(item) if slot == "image" else self.pair(item, slot == "image_first")
+
     @property
     def room(self) -> int:
         """Largest length of a document in a row, without ``<bos>``."""

@@ -13,6 +13,7 @@ So a lane is the same for any number of ranks and loader workers, and its positi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,8 +90,7 @@ class Account:
 
     def __init__(self, kind: str = "pair", held_out: bool = False) -> None:
         self.kind, self.held_out, self.skips = kind, held_out, Skips()
-        self.tried = {"samples": 0, "shards": 0}
-        self.bad = {"samples": 0, "shards": 0}
+        self.tried, self.bad = Counter[str](), Counter[str]()
 
     def sample(self, shard: str, sample: Sample) -> None:
         """Count the files of a sample that was tried."""
@@ -342,10 +342,7 @@ class LaneRows:
             document = lane.document()
             one, part = self._one(document), lane.cursor.part
             parts: Sequence[Any] = [] if source_of(self.kind) == "pair" else self._pieces(one)  # type: ignore[assignment]
-            if slot == "image":
-                row = one.image(0)
-            else:
-                row = one.piece(self.kind, parts[part]) if len(parts) else one.pair(0, slot == "image_first")
+            row = one.piece(self.kind, parts[part]) if len(parts) else one.of_pair(0, slot)
             if rows and len(row.ids) > room:
                 return joined(rows)
             rows.append(row)

@@ -13,13 +13,13 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from mmqk.store import rules
-from mmqk.store.files import as_json, naming, write_atomic
+from mmqk.store.files import json_line, naming, write_atomic
 from mmqk.store.metrics import parse_tag, tag, with_floats
 from mmqk.store.rules import Alarm, Rule, RuleOfEach
 
@@ -171,16 +171,15 @@ class AlarmRules:
         self._unigram: dict[str, float] = {}
         self._not_finite = False
         self._divergence = DivergenceRule(warmup_steps)
-        makers: dict[str, Callable[[], Rule]] = {
-            "spike": rules.Spike,
-            "spike_median": rules.SpikeOfMedian,
-            "rise": lambda: Rise(self.warmup_steps),
-            "stall": lambda: rules.Stall(self.warmup_steps, self.max_steps),
-            "logits": lambda: rules.Growth(self.warmup_steps, self.max_steps, rules.GROWTH_LOGIT),
-            "norms": lambda: rules.Growth(self.warmup_steps, self.max_steps),
-            "collapse": rules.Collapse,
+        self._rules: dict[str, RuleOfEach[Any]] = {
+            "spike": RuleOfEach(rules.Spike),
+            "spike_median": RuleOfEach(rules.SpikeOfMedian),
+            "rise": RuleOfEach(lambda: Rise(self.warmup_steps)),
+            "stall": RuleOfEach(lambda: rules.Stall(self.warmup_steps, self.max_steps)),
+            "logits": RuleOfEach(lambda: rules.Growth(self.warmup_steps, self.max_steps, rules.GROWTH_LOGIT)),
+            "norms": RuleOfEach(lambda: rules.Growth(self.warmup_steps, self.max_steps)),
+            "collapse": RuleOfEach(rules.Collapse),
         }
-        self._rules = {kind: RuleOfEach(make) for kind, make in makers.items()}
 
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Add the numbers of ``step`` by tag; return the alarms that begin at this step."""
@@ -272,8 +271,7 @@ def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    lines = [_encode(alarm) for alarm in alarms]
-    if lines:
+    if lines := [json_line(asdict(alarm)) for alarm in alarms]:
         with naming(folder / ALARMS_NAME), open(folder / ALARMS_NAME, "ab", buffering=0) as file:
             file.write(b"".join(lines))
             os.fsync(file.fileno())
@@ -298,7 +296,7 @@ def truncate_alarms(folder: Path, step: int) -> None:
     if path.exists():
         remaining = [alarm for alarm in _read(path) if alarm.step <= step]
         if remaining:
-            write_atomic(path, b"".join(_encode(alarm) for alarm in remaining))
+            write_atomic(path, b"".join(json_line(asdict(alarm)) for alarm in remaining))
         else:
             path.unlink()
 
@@ -310,7 +308,3 @@ def _read(path: Path) -> list[Alarm]:
             record = with_floats(json.loads(line))
             alarms.append(Alarm(**{f.name: record[f.name] for f in fields(Alarm)}))
     return alarms
-
-
-def _encode(alarm: Alarm) -> bytes:
-    return json.dumps(as_json(asdict(alarm)), separators=(",", ":")).encode() + b"\n"

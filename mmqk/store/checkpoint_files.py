@@ -48,8 +48,7 @@ def step_of(checkpoint: Path) -> int:
     Raises:
         ValueError: the file does not have the name of a checkpoint.
     """
-    step = named_step(checkpoint)
-    if step is None:
+    if (step := named_step(checkpoint)) is None:
         raise ValueError(f"{checkpoint} is not named as a checkpoint of a run")
     return step
 

@@ -13,9 +13,6 @@ from typing import Any, NoReturn
 
 FAILED_EXIT = 1
 USER_ERROR_EXIT = 2
-INTERRUPTED_EXIT = 130
-# Exit code of a command whose output pipe was closed (128 + SIGPIPE).
-BROKEN_PIPE_EXIT = 141
 
 Main = Callable[[list[str] | None], int]
 
@@ -94,11 +91,11 @@ def cli_main(main: Main) -> Callable[..., int]:
             return USER_ERROR_EXIT
         except KeyboardInterrupt:
             print("mmqk: interrupted", file=sys.stderr)
-            return INTERRUPTED_EXIT
+            return 130  # 128 + SIGINT
         except BrokenPipeError:
             # The interpreter flushes stdout at exit: redirect it to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return BROKEN_PIPE_EXIT
+            return 141  # 128 + SIGPIPE
         except OSError as error:
             with contextlib.suppress(OSError):  # stderr may be a file on the full disk
                 print(f"mmqk: {disk_sentence(error)}", file=sys.stderr)

@@ -95,6 +95,11 @@ def as_json(value: Any) -> Any:
     return [as_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def json_line(value: Any) -> bytes:
+    """Return plain data as one line of JSON (`as_json`)."""
+    return json.dumps(as_json(value), separators=(",", ":")).encode() + b"\n"
+
+
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to ``out`` at the end of the ``with`` block.

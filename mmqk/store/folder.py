@@ -37,7 +37,6 @@ FINISHED = ("completed", "diverged")
 # Files that may exist if a run was killed before it wrote run.json; mmqk ablate or the user's shell writes train.log.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
-HASH_DIGITS = 10
 # `is_locked` takes the lock for an instant, which must not make a run fail.
 _WAIT_SECONDS = 0.2
 
@@ -54,7 +53,7 @@ def canonical(obj: Any) -> str:
 
 def identity_hash(record: Mapping[str, Any]) -> str:
     """Return the first 10 hex digits of the sha256 of the canonical record."""
-    return hashlib.sha256(canonical(record).encode()).hexdigest()[:HASH_DIGITS]
+    return hashlib.sha256(canonical(record).encode()).hexdigest()[:10]
 
 
 def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -25,12 +25,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from mmqk.store.files import as_json, naming, write_atomic
+from mmqk.store.files import json_line, naming, write_atomic
 
 METRICS_NAME = "metrics.jsonl"
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_LAYER = re.compile(r"layer(\d{2,})")
-_HEAD = re.compile(r"head(\d{2,})")
+_LAYER = re.compile(r"layer\d{2,}")
+_TAG = re.compile(r"([^/]+)(?:/([^/]+))??(?:/layer(\d{2,})(?:/head(\d{2,}))?)?")
 
 
 class Tag(NamedTuple):
@@ -59,30 +59,18 @@ def tag(statistic: str, *modalities: str, layer: int | None = None, head: int | 
     for name in modalities:
         if not name or "/" in name or "-" in name or _LAYER.fullmatch(name):
             raise ValueError(f"a modality's name has no '/' or '-' and is not like layer03: {name!r}")
-    parts = [statistic]
-    if modalities:
-        parts.append("-".join(modalities))
-    if layer is not None:
-        parts.append(f"layer{layer:02d}")
-    if head is not None:
-        parts.append(f"head{head:02d}")
-    return "/".join(parts)
+    of_layer = "" if layer is None else f"layer{layer:02d}"
+    of_head = "" if head is None else f"head{head:02d}"
+    return "/".join(filter(None, (statistic, "-".join(modalities), of_layer, of_head)))
 
 
 @lru_cache(maxsize=65536)
 def parse_tag(text: str) -> Tag:
     """Return the parts of a tag, the inverse of `tag`; a name of any other form is a statistic as a whole."""
-    statistic, *rest = text.split("/")
-    head = layer = None
-    if rest and (match := _HEAD.fullmatch(rest[-1])) and len(rest) > 1 and _LAYER.fullmatch(rest[-2]):
-        head = int(match[1])
-        rest.pop()
-    if rest and (match := _LAYER.fullmatch(rest[-1])):
-        layer = int(match[1])
-        rest.pop()
-    if not statistic or len(rest) > 1 or "" in rest:
+    if (match := _TAG.fullmatch(text)) is None:
         return Tag(text)
-    return Tag(statistic, rest[0] if rest else None, layer, head)
+    statistic, modality, layer, head = match.groups()
+    return Tag(statistic, modality, None if layer is None else int(layer), None if head is None else int(head))
 
 
 class MetricsWriter:
@@ -142,8 +130,7 @@ class MetricsWriter:
 
     def _emit(self) -> None:
         if self._step is not None:
-            record = as_json({"step": self._step, **self._values})
-            line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+            line = json_line({"step": self._step, **self._values})
             with naming(self.path):
                 while line:
                     line = line[self._file.write(line) :]
@@ -225,11 +212,9 @@ def is_record(record: Any) -> bool:
 
 def _repair_end(path: Path) -> None:
     """Add the missing newline to a complete last line; remove an incomplete one."""
-    try:
-        file = open(path, "r+b")  # noqa: SIM115 (the with statement below closes it)
-    except FileNotFoundError:
+    if not path.exists():
         return
-    with file:
+    with open(path, "r+b") as file:
         content = file.read()
         start = content.rfind(b"\n") + 1
         if start == len(content):

@@ -47,8 +47,7 @@ class Alarm:
         """Return the modality and layer in words: ``image, layer 3``, ``text to image, layer 3``; an empty string for
         a series of the whole run."""
         parsed = parse_tag(self.tag)
-        pair = parsed.pair
-        modality = f"{pair[0]} to {pair[1]}" if pair else parsed.modality
+        modality = (parsed.modality or "").replace("-", " to ")
         layer = None if parsed.layer is None else f"layer {parsed.layer}"
         head = None if parsed.head is None else f"head {parsed.head}"
         return ", ".join(part for part in (modality, layer, head) if part)

@@ -29,7 +29,6 @@ MAX_TEXT = 2**22
 LONGEST_LINE = MAX_JSON = 2**24
 
 IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
-CAPTION_FIELD = "caption"
 TEXT_MEMBER = "txt"
 LINE = "line"  # the field of a line of JSON, which is a sample of kind text
 
@@ -39,8 +38,6 @@ EMPTY_CAPTION = "caption is empty"
 TOO_LONG = "text is longer than 4 MiB, or its json is longer than 16 MiB"
 NOT_UNICODE = "text is not valid Unicode"
 NO_LISTS = "no json with the lists images and texts"
-UNEQUAL = "lists images and texts are not equally long"
-NOT_ONE = "not exactly one of image and text at some index of the lists"
 EMPTY_DOCUMENT = "document is empty"
 NOT_JSON = "line is not a JSON object"
 NO_TEXT = "no field text"
@@ -131,7 +128,7 @@ def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tu
         raise Dropped(NO_IMAGE)
     caption = None
     if caption_field != TEXT_MEMBER:
-        caption = json_of(sample).get(caption_field or CAPTION_FIELD)
+        caption = json_of(sample).get(caption_field or "caption")
     if not isinstance(caption, str) and caption_field in (None, TEXT_MEMBER) and TEXT_MEMBER in sample:
         caption = _decoded(sample[TEXT_MEMBER])
     if not isinstance(caption, str):
@@ -156,11 +153,10 @@ def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
     if not isinstance(images, list) or not isinstance(texts, list):
         raise Dropped(NO_LISTS)
     if len(images) != len(texts):
-        raise Dropped(UNEQUAL)
-    if any((image is None) == (text is None) for image, text in zip(images, texts, strict=True)):
-        raise Dropped(NOT_ONE)
-    if not all(text is None or isinstance(text, str) for text in texts):
-        raise Dropped(NOT_ONE)
+        raise Dropped("lists images and texts are not equally long")
+    pairs = zip(images, texts, strict=True)
+    if not all(isinstance(text, str) if image is None else text is None for image, text in pairs):
+        raise Dropped("not exactly one of image and text at some index of the lists")
     files = _image_files(images, sample)
     if not files and not any(texts):
         raise Dropped(EMPTY_DOCUMENT)

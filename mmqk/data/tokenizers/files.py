@@ -33,10 +33,9 @@ TRAIN_COMMAND = "mmqk data tokenizers"
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 FORMAT = "mmqk image tokenizer 1"
+# Entries for single bytes, which every byte-level vocabulary has, so that any text has ids.
 BYTES = 256
-"""Number of entries for single bytes, which every byte-level vocabulary has, so any text has ids."""
-STRIDES = (4, 8, 16, 32)
-"""Pixels per code after each of the four stages of ConvNeXt."""
+STRIDES = (4, 8, 16, 32)  # pixels per code after each of the four stages of ConvNeXt
 
 
 def existing_file(folder: Path | str, name: str) -> Path:

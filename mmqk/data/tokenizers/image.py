@@ -13,8 +13,8 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
@@ -55,8 +55,7 @@ class ImageTokenizer(nn.Module):
         )
         self.project = nn.Conv2d(self.encoder.feature_info.channels()[-1], config.code_dim, 1)  # type: ignore
         self.decoder = Decoder(config.code_dim, config.decoder_width, config.doublings, config.decoder_depth)
-        self.register_buffer("codebook_VD", torch.zeros(config.codes, config.code_dim))
-        self.codebook_VD: Tensor
+        self.codebook_VD = nn.Buffer(torch.zeros(config.codes, config.code_dim))
 
     @classmethod
     def load(cls, folder: Path | str) -> ImageTokenizer:
@@ -69,9 +68,7 @@ class ImageTokenizer(nn.Module):
         path = existing_file(folder, IMAGE_FILE)
         tokenizer = cls(config)
         try:
-            with safe_open(path, framework="pt") as file:
-                weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-            tokenizer.load_state_dict(weights)
+            tokenizer.load_state_dict(load_file(path))
         except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
             raise damaged(path, str(error).splitlines()[0]) from error
         return tokenizer.eval().requires_grad_(False)

@@ -49,20 +49,20 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     add_data_arguments(p)
-    out, log_dir = Path("data/tokenizers"), Path("runs/tokenizer")
-    p.add_argument("--out", type=Path, default=out, help="folder of the two files (data/tokenizers)")
-    p.add_argument("--only", choices=("text", "image"), help="train only one tokenizer")
-    p.add_argument("--text-size", type=int, default=1024, help="entries of the text vocabulary (1024)")
-    p.add_argument("--codes", type=int, default=512, help="codes of the image vocabulary (512)")
-    p.add_argument("--image-size", type=int, default=64, help="side of an image in pixels (64)")
+    add = p.add_argument
+    add("--out", type=Path, default=Path("data/tokenizers"), help="folder of the two files (data/tokenizers)")
+    add("--only", choices=("text", "image"), help="train only one tokenizer")
+    add("--text-size", type=int, default=1024, help="entries of the text vocabulary (1024)")
+    add("--codes", type=int, default=512, help="codes of the image vocabulary (512)")
+    add("--image-size", type=int, default=64, help="side of an image in pixels (64)")
     grid = "side of an image's grid of codes: the image size divided by 4, 8, 16 or 32 (8)"
-    p.add_argument("--grid", type=int, default=8, help=grid)
-    p.add_argument("--steps", type=int, default=1200, help="optimizer steps of the image tokenizer (1200)")
-    p.add_argument("--batch-size", type=int, default=32, help="images per step (32)")
-    p.add_argument("--seed", type=int, default=0, help="seed of the image tokenizer's weights and batches (0)")
-    p.add_argument("--threads", type=int, default=1, help="CPU threads; their number changes rounding (1)")
-    p.add_argument("--log-dir", type=Path, default=log_dir, help="TensorBoard events (runs/tokenizer)")
-    p.add_argument("--overwrite", action="store_true", help="replace existing tokenizer files in --out")
+    add("--grid", type=int, default=8, help=grid)
+    add("--steps", type=int, default=1200, help="optimizer steps of the image tokenizer (1200)")
+    add("--batch-size", type=int, default=32, help="images per step (32)")
+    add("--seed", type=int, default=0, help="seed of the image tokenizer's weights and batches (0)")
+    add("--threads", type=int, default=1, help="CPU threads; their number changes rounding (1)")
+    add("--log-dir", type=Path, default=Path("runs/tokenizer"), help="TensorBoard events (runs/tokenizer)")
+    add("--overwrite", action="store_true", help="replace existing tokenizer files in --out")
     return p
 
 

@@ -85,22 +85,6 @@ def quantizer_class() -> type[nn.Module]:
     return VectorQuantize
 
 
-def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -> nn.Module:
-    """Return the quantizer for training an image tokenizer; raises the errors of `quantizer_class`."""
-    vectors = training.batch_size * config.grid**2  # in a batch, from which k-means starts the codebook
-    dead_count = min(DEAD_BELOW, DEAD_SHARE * vectors / config.codes)
-    return quantizer_class()(
-        dim=config.code_dim,
-        codebook_size=config.codes,
-        decay=DECAY,
-        kmeans_init=True,
-        threshold_ema_dead_code=dead_count,
-        commitment_weight=COMMITMENT,
-        rotation_trick=False,
-        accept_image_fmap=True,
-    )
-
-
 class VQModule(L.LightningModule):
     """Autoencoder with a quantizer; logs PSNR, code perplexity, codes used and reconstructions."""
 
@@ -108,7 +92,17 @@ class VQModule(L.LightningModule):
         super().__init__()
         self.training_config = training
         self.log_every = min(LOG_EVERY, training.steps)
-        self.quantizer = vector_quantizer(config, training)
+        vectors = training.batch_size * config.grid**2  # in a batch, from which k-means starts the codebook
+        self.quantizer = quantizer_class()(
+            dim=config.code_dim,
+            codebook_size=config.codes,
+            decay=DECAY,
+            kmeans_init=True,
+            threshold_ema_dead_code=min(DEAD_BELOW, DEAD_SHARE * vectors / config.codes),
+            commitment_weight=COMMITMENT,
+            rotation_trick=False,
+            accept_image_fmap=True,
+        )
         self.model = ImageTokenizer(config)
         self.model.to(memory_format=torch.channels_last)  # 1.5 times as fast as the default format on a CPU
         self.held_out: list[dict[str, Tensor]] = []

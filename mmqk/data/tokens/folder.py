@@ -32,8 +32,8 @@ import numpy as np
 
 from mmqk.data.shards.manifest import MANIFEST, check_sha256, manifest_hash, sha256_file
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
-from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, replacing, write_json
-from mmqk.store.files import read_regular
+from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, write_json
+from mmqk.store.files import read_regular, replacing
 
 TOKENS = "tokens.json"
 FORMAT = 2
@@ -346,8 +346,7 @@ def read_header(folder: Path | str) -> Header:
 def read_keys(folder: Path, split: str, part: str) -> list[str] | None:
     """Return the keys of the documents of a part in their shard; None if the folder has none."""
     path = folder / split / f"{part}.keys.json"
-    keys: list[str] | None = json.loads(read_regular(path)) if path.exists() else None
-    return keys
+    return json.loads(read_regular(path)) if path.exists() else None
 
 
 def is_token_folder(folder: Path | str) -> bool:

@@ -50,20 +50,21 @@ def main(argv: list[str] | None = None) -> int:
     add("--end-image", type=int, help="id after an image's codes")
     add("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
-    vocab_sizes = parse_vocab_sizes(args.vocab_sizes)
-    layout = Layout(vocab_sizes, pad=args.pad, begin_image=args.begin_image, end_image=args.end_image)
+    layout = Layout(
+        parse_vocab_sizes(args.vocab_sizes), pad=args.pad, begin_image=args.begin_image, end_image=args.end_image
+    )
     if any(not 0 <= i < layout.size for i in layout.specials):
         raise UserError(f"--pad, --begin-image and --end-image must be ids from 0 to {layout.size - 1}.")
     if not args.val and args.val_fraction is not None and not 0 < args.val_fraction < 1:
         raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1, or --val.")
     if (args.begin_image is None) != (args.end_image is None):
-        first, second = ("begin", "end") if args.end_image is None else ("end", "begin")
-        raise UserError(f"--{first}-image is given without --{second}-image: give both or neither.")
-    if both := {path.resolve() for path in _files(args.train)} & {path.resolve() for path in _files(args.val)}:
+        raise UserError("--begin-image and --end-image belong together: give both or neither.")
+    files = {split: _files(pattern) for split, pattern in (("train", args.train), ("val", args.val))}
+    if both := set(map(Path.resolve, files["train"])) & set(map(Path.resolve, files["val"])):
         raise UserError(f"{min(both)} is in --train and in --val: give other arrays to --val.")
     with writing(args.out, "give another --out."):
         check_empty(args.out)
-        counts = _write(args, layout)
+        counts = _write(args, layout, files)
     print(f"{args.out}: {counts['train']:,} training and {counts['val']:,} held-out documents")
     return 0
 
@@ -88,18 +89,18 @@ def parse_vocab_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
+def _write(args: argparse.Namespace, layout: Layout, files: dict[str, list[Path]]) -> dict[str, int]:
     """Write a temporary folder and rename it to --out when complete; return the document counts by split."""
     with new_folder(args.out) as folder:
         writer = TokenWriter(folder, "tokens", layout)
         counts = {"train": 0, "val": 0}
         share = args.val_fraction
         if share is None and not args.val:
-            share = default_share(_fraction(d) for path in _files(args.train) for d in _documents(path))
+            share = default_share(_fraction(d) for path in files["train"] for d in _documents(path))
             if share > SHARE:
                 print(small_set_sentence(share), flush=True)
-        for split, pattern in (("train", args.train), ("val", args.val)):
-            for number, path in enumerate(_files(pattern)):
+        for split, paths in files.items():
+            for number, path in enumerate(paths):
                 documents = list(_documents(path))
                 if layout.pad is not None and any((d == layout.pad).any() for d in documents):
                     raise UserError(

@@ -10,7 +10,7 @@ from itertools import chain
 
 import pytest
 
-from mmqk.data.shards import names, read
+from mmqk.data.shards import files, read
 from mmqk.data.shards.files import shard_names
 from mmqk.data.shards.manifest import split_shards
 from mmqk.data.shards.read import ShardCache, ShardError, samples_of
@@ -87,7 +87,7 @@ def address(server, name=""):
 
 @pytest.mark.parametrize("fault", ["stall", "cut", "short", "long", "error"])
 def test_a_fault_that_passes_changes_no_sample(server, tmp_path, fault, monkeypatch):
-    monkeypatch.setattr(names, "TIMEOUT", 1.0 if fault == "stall" else names.TIMEOUT)
+    monkeypatch.setattr(files, "TIMEOUT", 1.0 if fault == "stall" else files.TIMEOUT)
     write_shards(tmp_path, [300])
     local = [(s.key, s.fields, s.end) for s in samples_of(str(tmp_path / "00000.tar"))]
     server.faults["00000.tar"] = [fault, fault, "ok"]
@@ -112,7 +112,7 @@ def test_a_server_without_ranges_is_read_from_the_front(server, tmp_path):
 
 
 def test_a_shard_that_never_comes_is_skipped_and_a_resume_skips_it_too(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "TIMEOUT", 1.0)
+    monkeypatch.setattr(files, "TIMEOUT", 1.0)
     write_shards(tmp_path, [40] * 4)
     server.faults["00001.tar"] = ["stall"]
     urls = shard_names(address(server, "{00000..00003}.tar"))
@@ -184,7 +184,7 @@ def test_a_missing_shard_or_engine_is_one_sentence(server, monkeypatch):
         list(samples_of(address(server, "nothere.tar")))
     assert len(server.seen) <= 1
     with pytest.raises(UserError, match="fish://"):
-        names.filesystem("fish://a/b.tar")
+        files.filesystem("fish://a/b.tar")
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(UserError, match=r"pip install 'mmqk\[s3\]'"):
         shard_names("s3://bucket/*.tar")
@@ -202,7 +202,7 @@ def store(tmp_path, monkeypatch):
     running.start()
     host, port = running.get_host_and_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    system = names.filesystem("s3://bucket")
+    system = files.filesystem("s3://bucket")
     system.mkdir("bucket")
     for path in write_shards(tmp_path, [50, 60, 70]) + write_shards(tmp_path / "gz", [20], ".tar.gz"):
         system.put(path, f"bucket/set/{path.rpartition('/')[2]}")
