@@ -87,7 +87,7 @@ class IndexedCache:
     """Caches the last results of ``_make``; a copy in another process starts with an empty cache."""
 
     _make: Callable[..., Any]
-    _cached = 2  # results
+    _cached = 2  # number of results
 
     @cached_property
     def _kept(self) -> Callable[..., Any]:

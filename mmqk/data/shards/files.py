@@ -26,7 +26,6 @@ from mmqk.store import UserError, check_local, check_regular
 from mmqk.store.errors import reason_of
 
 TIMEOUT = 30  # seconds without a byte
-REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 REWRITE = "copy or download it again, or write it again"
 # The first bytes of gzip, bzip2, xz and zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
@@ -34,7 +33,7 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
 
 def is_remote(name: str) -> bool:
     """Return whether a name is a URL."""
-    return REMOTE.match(name) is not None
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", name) is not None
 
 
 def shard_names(pattern: str) -> list[str]:
