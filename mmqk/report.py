@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from mmqk.lab.page import write_report
-    from mmqk.lab.verdicts.words import effect_in_cell
+    from mmqk.lab.verdicts import effect_in_cell
 
     out = args.out or Path("reports") / args.runs.resolve().name.removesuffix(".zip")
     study, verdicts = write_report(args.runs, out)

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 
 from mmqk.lab.counts import clopper_pearson
-from mmqk.lab.runs import Columns, Run
+from mmqk.lab.runs import Run, series_of
 from mmqk.lab.study import study_of
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.judge import judge
@@ -74,7 +74,7 @@ def pool(planted: Planted = Planted()) -> Pool:
                     record[tag] = float(line[tag]) + planted.nats
             records.append(record)
         # Copies of the run, in any arm, share its columns and its computed values.
-        run.__dict__["_columns"] = Columns(records)
+        run.__dict__["_metrics"] = series_of(records), False
         _ = run.tags
         found[rate, seed] = run
     return found

@@ -23,11 +23,6 @@ NUISANCE = np.linspace(0, 1, 201)
 _TIE = 1e-9
 
 
-def fisher(a: int, n: int, b: int, m: int) -> float:
-    """Return the two-sided p-value of Fisher's exact test: ``a`` of ``n`` against ``b`` of ``m``."""
-    return float(stats.fisher_exact([[a, n - a], [b, m - b]]).pvalue)
-
-
 def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return the exact interval of a share, from ``count`` of ``n`` runs."""
     low, high = stats.binomtest(count, n).proportion_ci(confidence)
@@ -85,7 +80,8 @@ class Counts(WithInterval):
     @property
     def fisher(self) -> float:
         """Two-sided p-value of Fisher's exact test of equal shares."""
-        return fisher(self.a, self.n_treatment, self.b, self.m)
+        table = [[self.a, self.n_treatment - self.a], [self.b, self.m - self.b]]
+        return float(stats.fisher_exact(table).pvalue)
 
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the exact interval at confidence 1 - alpha."""
@@ -109,7 +105,7 @@ class Counts(WithInterval):
             return -Counts(self.b, self.m, self.a, self.n_treatment).detectable(-threshold, alpha, power)
         n, m = self.n_treatment, self.m
         cleared_AB = _p_above(n, m, threshold) <= alpha / 2
-        equal_AB = np.array([[fisher(i, n, j, m) <= alpha for j in range(m + 1)] for i in range(n + 1)])
+        equal_AB = np.array([[Counts(i, n, j, m).fisher <= alpha for j in range(m + 1)] for i in range(n + 1)])
         control_B = _binomial(m, np.array([self.b / m]))[0]
         for share in NUISANCE[self.b / m + threshold < NUISANCE]:
             if _binomial(n, np.array([share]))[0] @ (cleared_AB & equal_AB) @ control_B >= power:

@@ -51,16 +51,11 @@ class Remedy:
         return flags(self.settings)
 
 
-def _read() -> tuple[Remedy, ...]:
-    groups = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return tuple(
-        Remedy(group=group, settings=entry.pop("set"), **entry)
-        for group, entries in groups.items()
-        for entry in entries
-    )
-
-
-REMEDIES = _read()
+REMEDIES = tuple(
+    Remedy(group=group, settings=entry.pop("set"), **entry)
+    for group, entries in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
+    for entry in entries
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
@@ -28,33 +28,21 @@ Series = tuple[NDArray[Any], NDArray[np.float64]]
 EMPTY: Series = (np.zeros(0, dtype=np.int64), np.zeros(0))
 
 
-class Columns:
-    """The numbers of a metrics file.
+def series_of(records: Iterable[dict[str, Any]]) -> dict[str, Series]:
+    """Return (steps, values) by tag; steps ascend.
 
     Args:
-        records: lines in the order of the file, each ``{"step": int, tag: number or "nan", "inf", "-inf"}``; other
-            values are ignored.
-        truncated: whether a line, usually the last line of a killed run, could not be read.
-
-    Attributes:
-        series: (steps, values) by tag. Steps ascend; if a step was written twice, the later value is used.
-        last_step: the last step with a number; 0 if there are no numbers.
-        truncated: whether a line could not be read.
+        records: lines of a metrics file, each ``{"step": int, tag: number or "nan", "inf", "-inf"}``; other values are
+            ignored. If a step was written twice, the later value is used.
     """
-
-    def __init__(self, records: Sequence[dict[str, Any]], truncated: bool = False):
-        found: dict[str, dict[int, float]] = {}
-        for record in map(with_floats, records):
-            step = record.pop("step")
-            for tag, value in record.items():
-                if isinstance(value, int | float):
-                    found.setdefault(tag, {})[step] = float(value)
-        self.series: dict[str, Series] = {}
-        for tag, by_step in found.items():
-            steps = sorted(by_step)
-            self.series[tag] = np.array(steps, dtype=np.int64), np.array([by_step[step] for step in steps])
-        self.last_step = max((int(steps[-1]) for steps, _ in self.series.values()), default=0)
-        self.truncated = truncated
+    found: dict[str, dict[int, float]] = {}
+    for record in map(with_floats, records):
+        step = record.pop("step")
+        for tag, value in record.items():
+            if isinstance(value, int | float):
+                found.setdefault(tag, {})[step] = float(value)
+    steps = {tag: np.array(sorted(by_step), dtype=np.int64) for tag, by_step in found.items()}
+    return {tag: (steps[tag], np.array([found[tag][step] for step in steps[tag].tolist()])) for tag in found}
 
 
 # `mmqk.monitors.attach` writes metrics.jsonl and status.json alone; a run of mmqk.train has more of these.
@@ -131,24 +119,26 @@ class Run:
         return value
 
     @cached_property
-    def _columns(self) -> Columns:
+    def _metrics(self) -> tuple[dict[str, Series], bool]:
+        """The series by tag, and whether a line, usually the last line of a killed run, cannot be read."""
         path = self.path / METRICS_NAME
         try:
-            return Columns(*parse_lines(path.read_bytes()))
+            records, cut = parse_lines(path.read_bytes())
         except OSError:
-            return Columns((), truncated=os.path.lexists(path))
+            return {}, os.path.lexists(path)
+        return series_of(records), cut
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is missing or unusual in the run."""
-        cut = (CUT,) if self._columns.truncated else ()
-        empty = (NO_METRICS,) if self.status.step and not (self._columns.series or cut) else ()
-        return (*self.remarks, *cut, *empty)
+        series, cut = self._metrics
+        lacks = CUT if cut else NO_METRICS if self.status.step and not series else ""
+        return (*self.remarks, lacks) if lacks else self.remarks
 
     @cached_property
     def tags(self) -> dict[str, Tag]:
         """The parsed tag of each series, by its name; a name that is not a tag becomes the statistic."""
-        return {name: store.parse_tag(name) for name in self._columns.series}
+        return {name: store.parse_tag(name) for name in self._metrics[0]}
 
     @cached_property
     def _by_statistic(self) -> dict[str, list[tuple[str, Tag]]]:
@@ -165,10 +155,16 @@ class Run:
             return store.read_alarms(self.path)
         return store.alarms_of(store.read_metrics(self.path / METRICS_NAME))
 
-    @property
+    @cached_property
     def last_step(self) -> int:
-        """The last step of all series."""
-        return self._columns.last_step
+        """The last step of all series; 0 without series."""
+        return max((int(steps[-1]) for steps, _ in self._metrics[0].values()), default=0)
+
+    @property
+    def start(self) -> int:
+        """The step at which a fork begins; 0 for another run."""
+        step = (self.fork or {}).get("step")
+        return step if isinstance(step, int) else 0
 
     @property
     def warmup_steps(self) -> int:
@@ -182,17 +178,16 @@ class Run:
 
     def series(self, tag: str) -> Series:
         """Return (steps, values) of one series; both empty if the run does not have it."""
-        return self._columns.series.get(tag, EMPTY)
+        return self._metrics[0].get(tag, EMPTY)
 
     def history(self, tag: str) -> Series:
         """Return (steps, values) of one series from step 0: for a fork with a loaded parent, the series of the parent
         up to the step of the fork, and then that of the fork."""
         steps, values = self.series(tag)
-        first = _fork_step(self)
-        if self.parent is None or first is None:
+        if self.parent is None:
             return steps, values
         before, earlier = self.parent.history(tag)
-        inherited, own = before <= first, steps > first
+        inherited, own = before <= self.start, steps > self.start
         return np.concatenate([before[inherited], steps[own]]), np.concatenate([earlier[inherited], values[own]])
 
     def combined(
@@ -266,17 +261,11 @@ def _link_parents(runs: list[Run]) -> None:
     recorded. A parent that is a fork itself must begin earlier: damaged records cannot make a cycle."""
     by_name, by_id = {run.name: run for run in runs}, {run.id: run for run in runs if run.id}
     for run in runs:
-        step = _fork_step(run)
-        if step is not None:
+        if run.fork:
             recorded = (run.forked.get("parent") or {}).get("id")
-            found = by_name.get(str((run.fork or {}).get("parent"))) or by_id.get(str(recorded))
-            if found is not None and found is not run and (_fork_step(found) or -1) < step:
+            found = by_name.get(str(run.fork.get("parent"))) or by_id.get(str(recorded))
+            if found is not None and (not found.fork or found.start < run.start):
                 run.parent = found
-
-
-def _fork_step(run: Run) -> int | None:
-    step = (run.fork or {}).get("step")
-    return step if isinstance(step, int) else None
 
 
 def _names(path: Path, root: Path) -> tuple[str, str, int | None]:
@@ -323,14 +312,11 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
     if not fork and (parent := forked.get("parent")) is not None:
         fork = {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}
     return Run(
-        path=path,
-        name=name,
-        arm=arm,
-        seed=record.get("identity", {}).get("seed", 0) if seed is None else seed,
-        id=record.get("id", ""),
-        code=record.get("code", ""),
-        identity=record.get("identity", {}),
-        details=record.get("details", {}),
+        path,
+        name,
+        arm,
+        record.get("identity", {}).get("seed", 0) if seed is None else seed,
+        **{key: record[key] for key in ("id", "code", "identity", "details") if key in record},
         status=status,
         remarks=tuple(notes),
         family=entry.get("family") or arm,

@@ -52,7 +52,7 @@ class Study:
         claims_changed: whether the claims differ from the claims that were first registered.
         registration_lost: whether the claims were registered after runs had begun; then none is confirmatory.
         families: arms of the grid without the values of the axes, in the order of the grid.
-        rate_metrics: the metric that selected the learning rate, by arm; the key "" has the default.
+        rate_metrics: the metric that selects the learning rate, by arm.
     """
 
     folder: Path
@@ -64,10 +64,10 @@ class Study:
     runs: tuple[Run, ...]
     missing: tuple[tuple[str, int], ...]
     registered: bool
-    claims_changed: bool = False
-    registration_lost: bool = False
-    families: Mapping[str, StudyArm] = field(default_factory=dict)
-    rate_metrics: Mapping[str, str] = field(default_factory=dict)
+    claims_changed: bool
+    registration_lost: bool
+    families: Mapping[str, StudyArm]
+    rate_metrics: Mapping[str, str]
 
     @cached_property
     def modalities(self) -> tuple[str, ...]:
@@ -213,9 +213,8 @@ def load_study(folder: str | Path) -> Study:
     runs = tuple(read_runs(folder))
     ablation = read_ablation(folder)
     if ablation is None:
-        arms = {run.arm: StudyArm(run.arm, run.arm, family=run.arm) for run in runs}
-        name = folder.resolve().name
-        return Study(folder, name, name, arms, (), {}, runs, (), False, families=arms)
+        found = {"grid": {"arms": {run.arm: {} for run in runs}}, "runs": []}
+        return replace(study_of(folder, found, runs), registered=False)
     return study_of(folder, ablation, runs)
 
 
@@ -239,12 +238,12 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run]) -> 
     lost = bool(ablation.get("lost"))
     if lost:
         claims = tuple(replace(c, status="exploratory") if c.status == "confirmatory" else c for c in claims)
-    rate_metrics = {"": str((grid.get("lr") or {}).get("metric", RATE_METRIC))}
-    rate_metrics |= {str(choice["arm"]): str(choice["metric"]) for choice in ablation.get("lr") or ()}
+    metric = (grid.get("lr") or {}).get("metric", RATE_METRIC)
+    chosen = {choice["arm"]: choice["metric"] for choice in ablation.get("lr") or ()}
     return Study(
         folder=folder,
         name=name,
-        title=str(grid.get("title") or ablation.get("name") or folder.resolve().name),
+        title=str(grid.get("title") or name),
         arms=arms,
         claims=claims,
         report=grid.get("report") or {},
@@ -258,7 +257,7 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run]) -> 
         claims_changed=ablation.get("registered") not in (None, claims_hash(grid)),
         registration_lost=lost,
         families=families,
-        rate_metrics=rate_metrics,
+        rate_metrics=dict.fromkeys(arms, metric) | chosen,
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab.counts import Counts, clopper_pearson, fisher
+from mmqk.lab.counts import Counts, clopper_pearson
 from mmqk.lab.effects import sign_flip
 from mmqk.lab.page.figures import survival
 from mmqk.lab.study import load_study
@@ -23,8 +23,8 @@ def test_fisher_sums_the_tables_that_are_at_most_as_likely():
             tables = range(max(0, a + b - m), min(n, a + b) + 1)
             ways = [math.comb(n, i) * math.comb(m, a + b - i) for i in tables]
             observed = math.comb(n, a) * math.comb(m, b)
-            assert fisher(a, n, b, m) == pytest.approx(sum(w for w in ways if w <= observed) / sum(ways))
-    assert fisher(6, 6, 0, 6) != pytest.approx(stats.chi2_contingency([[6, 0], [0, 6]])[1])
+            assert Counts(a, n, b, m).fisher == pytest.approx(sum(w for w in ways if w <= observed) / sum(ways))
+    assert Counts(6, 6, 0, 6).fisher != pytest.approx(stats.chi2_contingency([[6, 0], [0, 6]])[1])
 
 
 def test_clopper_pearson_leaves_half_of_5_percent_in_each_tail():
@@ -98,7 +98,7 @@ def test_detectable_share_is_found_four_times_in_five():
         seen = [
             stats.binom.pmf(a, 8, share)
             for a in range(9)
-            if Counts(a, 8, 0, 8).interval(0.05)[0] > 0.1 and fisher(a, 8, 0, 8) <= 0.05
+            if Counts(a, 8, 0, 8).interval(0.05)[0] > 0.1 and Counts(a, 8, 0, 8).fisher <= 0.05
         ]
         return sum(seen)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -267,7 +267,7 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
             record = records.setdefault(arm.name, dict(grid.raw["arms"][arm.name] or {}) | {"block": arm.block})
             record["seeds"] = list(arms[arm.name].seeds)
             if arm.axes:
-                record["axes"] = {axis.name: [fields for _, fields in axis.values] for axis in arm.axes}
+                record["axes"] = {name: [*values.values()] for name, values in arm.axes.items()}
     name, title = "+".join(names), " · ".join(grid.title for grid in grids)
     raw = {"name": name, "title": title, "arms": records, "claims": claims, "report": _joined_report(grids)}
     for key in ("quick", "hypotheses"):
@@ -287,7 +287,7 @@ def _together(one: Arm, other: Arm) -> Arm:
     def definition(arm: Arm) -> str:
         """Return everything that determines the runs of an arm, except the seeds."""
         base = [str(path.resolve()) for path in arm.base]
-        return canonical([base, arm.fields, arm.points, str(arm.fork), asdict(arm.lr) if arm.lr else None])
+        return canonical([base, arm.fields, arm.points, str(arm.fork), str(arm.lr)])
 
     if definition(one) != definition(other):
         raise UserError(

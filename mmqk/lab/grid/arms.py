@@ -10,26 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, number, ranged
+from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, number
 from mmqk.store import UserError
 
 T = TypeVar("T")
 LR = "optim.lr"
-# With the rule "matched", each arm sets its learning rate itself.
-LrChoice = Literal["matched", "own_best"]
+# Fields whose values are combined with every arm, by the name of the axis: for each value, the suffix of the arm's name
+# and the fields to set.
+Axes = Mapping[str, Mapping[str, Mapping[str, Any]]]
 # Fields that an arm cannot set, because the grid sets them.
 _NOT_SET = ("seed", "out", "config", "fork", "print_config")
 _OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments", "fork_skip")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Fields whose values are combined with every arm. Each value is a suffix for the arm's name, and the fields to
-    set."""
-
-    name: str
-    values: tuple[tuple[str, Mapping[str, Any]], ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class LrRule:
         metric: a metric of `mmqk.lab.metrics`; the learning rate with the best mean over seeds is selected.
     """
 
-    rule: LrChoice = "matched"
+    rule: Literal["matched", "own_best"] = "matched"
     grid: tuple[float, ...] = number((), SMALLEST, LARGEST)
     seeds: tuple[int, ...] = number((0,), 0, MOST_SEED)
     metric: str = "final_excess"
@@ -86,27 +78,24 @@ class Arm:
     name: str
     label: str
     block: str
-    seeds: tuple[int, ...] = field(metadata=ranged(0, MOST_SEED))
+    seeds: tuple[int, ...]
     fields: Mapping[str, Any]
-    axes: tuple[Axis, ...] = ()
+    axes: Axes = field(default_factory=dict)
     fork: ArmFork | None = None
     base: tuple[Path, ...] = ()
     lr: LrRule | None = None
     grid: str = ""
     path: Path = Path()
 
-    def __post_init__(self) -> None:
-        check_fields(self, "")
-
     @property
     def points(self) -> dict[str, dict[str, Any]]:
         """The field values of each combination of axis values. The keys are arm names with the values of the axes."""
         points: dict[str, dict[str, Any]] = {self.name: {}}
-        for axis in self.axes:
+        for values in self.axes.values():
             points = {
                 f"{name}-{suffix}": {**point, **fields}
                 for name, point in points.items()
-                for suffix, fields in axis.values
+                for suffix, fields in values.items()
             }
         return points
 
@@ -171,7 +160,7 @@ def read_arm(name: str, value: Any, common: Arm) -> Arm:
     record = build(ArmFile, {} if value is None else value, where)
     if record.fork is not None:
         fork = _fork(record.fork, f"{where}.fork", common.path)
-        common = replace(common, fork=fork, seeds=(), axes=(), lr=None, base=())
+        common = replace(common, fork=fork, seeds=(), axes={}, lr=None, base=())
     arm = replace(
         common,
         name=name,
@@ -215,7 +204,7 @@ def _fork(record: Mapping[str, Any], where: str, path: Path) -> ArmFork:
     return ArmFork(checkpoint=file)
 
 
-def read_axes(record: Mapping[str, Any], where: str) -> tuple[Axis, ...]:
+def read_axes(record: Mapping[str, Any], where: str) -> Axes:
     """Return the axes of a grid or an arm.
 
     ``optim.lr: [0.01, 0.03]`` sets one field and adds ``lr0.01`` to the name.
@@ -225,7 +214,8 @@ def read_axes(record: Mapping[str, Any], where: str) -> tuple[Axis, ...]:
         UserError: values that are not a list, a repeated value, or a field on two axes.
     """
     short = [name.rpartition(".")[2] for name in record]
-    axes, seen = [], set[str]()
+    axes: dict[str, Mapping[str, Mapping[str, Any]]] = {}
+    seen: set[str] = set()
     for (name, values), last in zip(record.items(), short, strict=True):
         place = f"{where}.{name}"
         if isinstance(values, dict):
@@ -244,8 +234,8 @@ def read_axes(record: Mapping[str, Any], where: str) -> tuple[Axis, ...]:
         if both := sorted(seen & pairs[0][1].keys()):
             raise UserError(f"{where}: {both[0]} is on two axes: remove it from one")
         seen |= pairs[0][1].keys()
-        axes.append(Axis(name, tuple(pairs)))
-    return tuple(axes)
+        axes[name] = dict(pairs)
+    return axes
 
 
 def _suffix(value: Any) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -60,16 +60,21 @@ class Metric(_Quantity):
 
     Attributes:
         measure: computes the number; infinite if the last value of the run is not finite, NaN if there is no value.
-        series: function that returns the series whose end the metric measures; if there is no such series, the result
-            of `alone`.
+        ends: function that returns the series whose end the metric measures, if there is one.
         by_modality: whether the metric needs a modality.
         counts_failures: whether the value of a diverged run is exact; otherwise it is a bound.
     """
 
     measure: Callable[[Run, str | None], float]
-    series: BySeries
+    ends: BySeries | None = None
     by_modality: bool = False
     counts_failures: bool = False
+
+    def series(self, run: Run, modality: str | None) -> Series:
+        """Return the series whose end the metric measures; if there is none, the value at the last step of the run."""
+        if self.ends is not None:
+            return self.ends(run, modality)
+        return np.array([run.last_step]), np.array([self.measure(run, modality)])
 
     def worst_seen(self, run: Run, modality: str | None) -> float:
         """Return the worst finite value of the whole run; NaN if no value is finite."""
@@ -123,49 +128,25 @@ class FamilyMetric(_Quantity):
         return self.measured(runs, modality).value
 
 
-def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
-    """Return a function for the field ``series`` of a metric that has no series. The function returns one
-    point: the last step of the run and the value of the metric."""
-
-    def series(run: Run, modality: str | None = None) -> Series:
-        return np.array([run.last_step]), np.array([measure(run, modality)])
-
-    return series
-
-
 def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", worst: End = "high") -> Metric:
     """Return the metric that measures the end of a series of probes: the median of the last three."""
-
-    def measure(run: Run, modality: str | None = None) -> float:
-        return probes.end_of(series(run, modality), math.inf if worst == "high" else -math.inf)
-
-    return Metric(label, unit, scale, worst, measure, series)
+    end = math.inf if worst == "high" else -math.inf
+    return Metric(label, unit, scale, worst, lambda run, m: probes.end_of(series(run, m), end), series)
 
 
 def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
     """Return the metric that measures `norm_slope` in a window."""
-
-    def measure(run: Run, modality: str | None = None) -> float:
-        return probes.norm_slope(run, statistic, modality, start, end)
-
-    return Metric(label, "per 1,000 steps", "linear", "high", measure, alone(measure))
+    measure = partial(probes.norm_slope, statistic=statistic, start=start, end=end)
+    return Metric(label, "per 1,000 steps", "linear", "high", measure)
 
 
 def _loss(label: str, name: str) -> Metric:
     """Return the metric that measures the final value of a loss series of one modality."""
 
-    def measure(run: Run, modality: str | None = None) -> float:
+    def measure(run: Run, modality: str | None) -> float:
         return outcomes.final_loss(run, modality or "", name).value
 
-    def series(run: Run, modality: str | None = None) -> Series:
-        return run.series(f"{name}/{modality}")
-
-    return Metric(label, "nats", "linear", "high", measure, series, by_modality=True)
-
-
-def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], float], worst: End) -> Metric:
-    """Return a metric that has no series and whose value in a diverged run is exact, not a bound."""
-    return Metric(label, unit, "linear", worst, measure, alone(measure), counts_failures=True)
+    return Metric(label, "nats", "linear", "high", measure, lambda run, m: run.series(f"{name}/{m}"), by_modality=True)
 
 
 METRICS = {
@@ -199,11 +180,13 @@ METRICS = {
     "early_logit_slope": slope_of(
         "early growth rate of the largest attention logit", "attn_logit_absmax", 0.0, EARLY_SHARE
     ),
-    "grad_norm": Metric("gradient norm", "", "log", "high", outcomes.grad_norm, alone(outcomes.grad_norm)),
-    "diverged": _of_failures("divergence", "", outcomes.diverged, "high"),
-    "late_failure": _of_failures("late failure", "", outcomes.late_failure, "high"),
-    "late_rise": _of_failures("late rise of the loss", "", outcomes.late_rise, "high"),
-    "time_of_failure": _of_failures("time to failure", "of the run", outcomes.time_of_failure, "low"),
+    "grad_norm": Metric("gradient norm", "", "log", "high", outcomes.grad_norm),
+    "diverged": Metric("divergence", "", "linear", "high", outcomes.diverged, counts_failures=True),
+    "late_failure": Metric("late failure", "", "linear", "high", outcomes.late_failure, counts_failures=True),
+    "late_rise": Metric("late rise of the loss", "", "linear", "high", outcomes.late_rise, counts_failures=True),
+    "time_of_failure": Metric(
+        "time to failure", "of the run", "linear", "low", outcomes.time_of_failure, counts_failures=True
+    ),
 }
 FAMILY_METRICS = {
     "lr_sensitivity": FamilyMetric(

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ FEWEST_EVALUATIONS = 3
 MODALITIES_OF = {"pair": ("text", "image"), "text": ("text",), "image": ("image",), "interleaved": ("text", "image")}
 
 
-@dataclass(frozen=True)
-class FinalLoss:
+class FinalLoss(NamedTuple):
     """A loss at the end of a run, in nats per token.
 
     Attributes:

@@ -5,7 +5,7 @@ which they grew.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 from scipy import stats
 
 from mmqk.lab.runs import EMPTY, Run, Series
-from mmqk.store import Tag
 
 BySeries = Callable[[Run, str | None], Series]
 
@@ -28,17 +27,14 @@ SLOPE_STEPS = 1000
 FEWEST_PROBES = 3
 
 
-def last_probes(series: Series) -> np.ndarray:
-    """Return the values of the last three probes. The probe of step 0, the untrained model, is left out, unless it is
-    the only one."""
-    steps, values = series
-    return (values[steps > 0] if (steps > 0).any() else values)[-LAST_PROBES:]
-
-
 def end_of(series: Series, worst: float) -> float:
-    """Return the median of `last_probes`; ``worst`` if the last one is not finite, NaN if there are none. The last
-    probes of a run that diverged are those before it was stopped."""
-    values = last_probes(series)
+    """Return the median of the last three probes; ``worst`` if the last one is not finite, NaN if there are none.
+
+    The probe of step 0, the untrained model, is left out, unless it is the only one. The last probes of a run that
+    diverged are those before it was stopped.
+    """
+    steps, values = series
+    values = (values[steps > 0] if (steps > 0).any() else values)[-LAST_PROBES:]
     if not len(values):
         return math.nan
     return float(np.median(np.where(np.isfinite(values), values, worst))) if np.isfinite(values[-1]) else worst
@@ -130,15 +126,15 @@ def weight_growth_series(run: Run, modality: str | None = None) -> Series:
 
 
 def norm_slope(
-    run: Run, statistic: str, modality: str | None = None, start: float = SLOPE_FROM_SHARE, end: float = 1.0
+    run: Run, modality: str | None, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0
 ) -> float:
     """Return the growth rate of a norm: the least-squares slope of its logarithm against the step, per 1,000 steps.
 
     Args:
         run: the run.
+        modality: modality of the tokens; None for all modalities, with equal weight.
         statistic: a norm such as ``q_norm``, which is averaged over layers and modalities, or ``attn_logit_absmax``,
             for the maximum over layers and heads.
-        modality: modality of the tokens; None for all modalities, with equal weight.
         start: start of the window as a share of the configured run length; the window never includes warm-up steps.
         end: end of the window as a share of the configured run length.
 
@@ -201,10 +197,15 @@ def growth_order(run: Run) -> list[Growth]:
     The limit is twice the reference value; for an attention entropy, half of it. The reference is the value at the
     first probe at or after the end of the learning-rate warm-up. If the run has no recorded warm-up, as with
     `mmqk.monitors.attach`, the reference is the value at the first probe. A value that is not finite is beyond every
-    limit. Series that crossed at the same step are sorted by their ratio, the largest first.
+    limit. Series that crossed at the same step are sorted by their ratio, the largest first. Series of single heads
+    and those with fewer than two values are left out.
     """
     grown = []
-    for tag, steps, values in _after_warmup(run):
+    for name, tag in run.tags.items():
+        steps, values = run.series(name)
+        steps, values = steps[steps >= run.warmup_steps], values[steps >= run.warmup_steps]
+        if tag.statistic not in (*GROWING, *FALLING) or tag.head is not None or len(steps) < 2:
+            continue
         start = float(values[0])
         if not start > 0 or not math.isfinite(start):
             continue
@@ -217,14 +218,3 @@ def growth_order(run: Run) -> list[Growth]:
             end = float(values[-1])
             grown.append(Growth(tag.statistic, tag.modality or "", tag.layer, int(steps[index]), start, end))
     return sorted(grown, key=lambda growth: (growth.step, -growth.ratio))
-
-
-def _after_warmup(run: Run) -> Iterator[tuple[Tag, np.ndarray, np.ndarray]]:
-    """Yield the tag, steps and values, from the end of the warm-up on, of each series of `GROWING` and `FALLING` that
-    has at least two values there. Series of single heads are left out."""
-    for name, tag in run.tags.items():
-        if tag.statistic in (*GROWING, *FALLING) and tag.head is None:
-            steps, values = run.series(name)
-            after = np.flatnonzero(steps >= run.warmup_steps)
-            if len(after) >= 2:
-                yield tag, steps[after], values[after]

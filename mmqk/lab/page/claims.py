@@ -15,7 +15,7 @@ from mmqk.lab.page.arms import first_arms
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
 from mmqk.lab.study import Study
-from mmqk.lab.verdicts import words
+from mmqk.lab.verdicts import detectable_in_words, effect_in_cell, effect_tested, interval_text, p_text, scale_of
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.measure import measure
 from mmqk.store.formatting import percent
@@ -37,7 +37,7 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
     for verdict in verdicts:
         claim, p, medians = verdict.claim, p_values(verdict), _medians(study, verdict)
         labels = [study.label(name) for name in (claim.treatment, claim.control)]
-        tested = words.effect_tested(claim)
+        tested = effect_tested(claim)
         if tested and claim.treatment:
             tested += " in “{}” than in “{}”".format(*labels)
         access = f" [{claim.source_access}]" if claim.source_access else ""
@@ -64,7 +64,7 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
             "exploratory": claim.status == "exploratory",
             "verdict": verdict.badge,
             "css": slug(verdict.badge),
-            "effect": words.effect_in_cell(verdict.claim, verdict.effect, verdict.bounds),
+            "effect": effect_in_cell(verdict.claim, verdict.effect, verdict.bounds),
             "bar": effect_bar(verdict),
             "tested": tested,
             "why": verdict.why.rstrip("."),
@@ -95,13 +95,13 @@ def p_values(verdict: Verdict) -> dict[str, str]:
     adjusted, effect, claim = verdict.adjusted, verdict.effect, verdict.claim
     if adjusted is None or effect is None or not effect.has_interval or math.isnan(verdict.p):
         return {}
-    first, second = words.p_text(verdict.p), words.p_text(adjusted.p)
+    first, second = p_text(verdict.p), p_text(adjusted.p)
     values = {"p": first}
     if second != first:
         values["adjusted p"] = second
     if adjusted.claims > 1:
         values["adjustment"] = f"{adjusted.method}, {plural(adjusted.claims, f'{claim.status} claim')}"
-        decides = " to ".join(words.interval_text(claim, *effect.interval(adjusted.alpha)))
+        decides = " to ".join(interval_text(claim, *effect.interval(adjusted.alpha)))
         values["interval that decides"] = f"{decides} ({percent(1 - adjusted.alpha, 3)})"
     return values
 
@@ -122,13 +122,13 @@ def effect_bar(verdict: Verdict) -> dict[str, Any] | None:
         return round(4 + 92 * (value - first) / ((last - first) or 1.0), 2)
 
     def named(value: float) -> str:
-        return f"×{exp(value):.3g}" if words.scale_of(claim)[0] == "log" else f"{value:.3g}"
+        return f"×{exp(value):.3g}" if scale_of(claim)[0] == "log" else f"{value:.3g}"
 
     # If marks are close together, the outer labels extend outward.
     near = len(marks) > 1 and at(marks[-1]) - at(marks[0]) < 13
     anchors = ["end", *["middle"] * (len(marks) - 2), "start"] if near else ["middle"] * len(marks)
     limits = " or ".join(named(mark) for mark in marks if mark)
-    description = f"Effect {words.effect_in_cell(claim, effect, verdict.bounds)}; no effect is {named(0)}"
+    description = f"Effect {effect_in_cell(claim, effect, verdict.bounds)}; no effect is {named(0)}"
     description += f"; the smallest effect of interest is {limits}" if limits else ""
     return {
         "description": description,
@@ -198,7 +198,7 @@ def _limits_of_claims(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, str]]:
                 yield "A control did not pass", f"{claim.id}: {check.name}: {check.detail}"
         if claim.decided and claim.not_checked:
             yield "Not checked", f"{claim.id}: {listed(claim.not_checked)}"
-        size = "" if claim.test == "equivalence" else words.detectable_in_words(claim, verdict.detectable)
+        size = "" if claim.test == "equivalence" else detectable_in_words(claim, verdict.detectable)
         if size and effect is not None:
             yield "Effects with less than 80 % power", f"{claim.id}: weaker than {size}, n = {effect.n}"
         if claim.decided and not claim.seeds:

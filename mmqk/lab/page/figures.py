@@ -64,10 +64,6 @@ def _probed(statistic: str, label: str, reduce: Callable, log: bool = True, boun
     return Curve(statistic, label, lambda run, m: run.combined(statistic, reduce, m), log, bound=bound)
 
 
-def _metric(name: str, label: str, log: bool = True, every_step: bool = False) -> Curve:
-    return Curve(name, label, METRICS[name].series, log, every_step)
-
-
 LOSS = Curve("loss", "training loss (nats per token)", lambda run, m: run.series(f"loss/{m}"), False, True, top=1.15)
 LOGIT = _probed("attn_logit_absmax", "largest |attention logit|", np.max, bound="attn_logit_bound")
 ENTROPY = _probed("attn_entropy", "attention entropy (nats)", np.min, log=False)
@@ -77,18 +73,14 @@ NORMS = [
 ]
 OUTPUT = _probed("final_norm", "last-layer output (L2)", np.mean, log=False)
 OUTCOMES = [
-    _metric("largest_attention_logit", "largest |logit|"),
-    _metric("logit_mean", "mean μ"),
-    _metric("logit_offset", "offset δ"),
-    _metric("logit_spread", "spread r"),
-    _metric("q_norm", "‖q‖"),
-    _metric("k_norm", "‖k‖"),
-    _metric("resid_norm", "‖residual‖"),
-    _metric("final_norm", "‖last layer‖"),
-    _metric("weight_growth", "growth of W_q, W_k", log=False),
-    _metric("attention_mass_other", "mass on others", log=False),
-    _metric("final_excess", "excess loss", log=False, every_step=True),
-]
+    Curve(name, label, METRICS[name].series, METRICS[name].scale == "log", every_step=name == "final_excess")
+    for name, label in {
+        "largest_attention_logit": "largest |logit|", "logit_mean": "mean μ", "logit_offset": "offset δ",
+        "logit_spread": "spread r", "q_norm": "‖q‖", "k_norm": "‖k‖", "resid_norm": "‖residual‖",
+        "final_norm": "‖last layer‖", "weight_growth": "growth of W_q, W_k", "attention_mass_other": "mass on others",
+        "final_excess": "excess loss",
+    }.items()
+]  # fmt: skip
 
 
 def figures(study: Study, verdicts: Sequence[Verdict]) -> list[Figure]:

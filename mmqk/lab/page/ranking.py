@@ -24,7 +24,7 @@ from mmqk.lab.page.sweeps import markers
 from mmqk.lab.page.tables import Cell, Table, table
 from mmqk.lab.runs import Run
 from mmqk.lab.study import Study, StudyArm
-from mmqk.lab.verdicts.measure import chosen, metric_of, value_of
+from mmqk.lab.verdicts.measure import chosen, value_of
 
 # An arm trains at a learning rate if all its runs at this learning rate end at most this many nats above the best
 # mean loss of the control.
@@ -109,8 +109,8 @@ def ranking(study: Study) -> Ranking | None:
     # By arm and seed: the final loss, and the logarithm of the largest logit.
     losses: dict[str, dict[int, float]] = {}
     logits: dict[str, dict[int, float]] = {}
-    for name, arm in study.arms.items():
-        losses[name] = {run.seed: value_of(run, metric_of(study, arm)) for run in study.finished(name)}
+    for name in study.arms:
+        losses[name] = {run.seed: value_of(run, study.rate_metrics[name]) for run in study.finished(name)}
         logits[name] = {run.seed: logit.on_scale(logit.measure(run, None)) for run in study.finished(name)}
     choices = {name: choice for name, arm in study.arms.items() if losses[name] and (choice := chosen(study, arm))}
     of_losses, of_logits = (

@@ -214,8 +214,7 @@ def tokens(run: Run) -> int:
     """Return the number of tokens that the run itself processed, without those before a fork: steps × sequences per
     step × length of a sequence; 0 if unknown."""
     size, length = run.setting("data.batch_size", 0), run.setting("data.seq_len", 0)
-    steps = max(run.status.step, run.last_step) - ((run.fork or {}).get("step") or 0)
-    return max(0, steps) * size * length
+    return max(0, max(run.status.step, run.last_step) - run.start) * size * length
 
 
 def totals(study: Study) -> str:
@@ -247,20 +246,20 @@ def fork_table(study: Study) -> Table | None:
     rows: list[tuple[str, int, str, list[Cell | str]]] = []
     for run in once(study):
         if run.fork:
-            parent, step, record = _parent(study, run), run.fork.get("step") or 0, run.forked
+            parent, record = _parent(study, run), run.forked
             shift = record.get("function", {}).get("logits_rms_relative")
             cells: list[Cell | str] = [
                 Cell(f"{study.label(run.arm)}, seed {run.seed}", f"#{anchor(run)}"),
                 Cell(parent, code=True),
                 _changes(run),
                 str(record.get("optimizer") or "").rstrip("."),
-                f"{step:,}",
+                f"{run.start:,}",
                 *(str(len(record.get(key) or ())) for key in ("added", "dropped")),
                 number(shift) if isinstance(shift, int | float) else DASH,
                 f"{max(run.last_step, run.status.step):,}",
                 run.status.status,
             ]
-            rows.append((parent, step, run.name, cells))
+            rows.append((parent, run.start, run.name, cells))
     heads = ["Fork", "Parent", "Changed", "Optimizer state", "From step", "Parameters added", "Dropped"]
     heads += ["Change of outputs", "Last step", "Status"]
     return table("Forks, by parent", heads, [cells for *_, cells in sorted(rows, key=lambda row: row[:3])], 4, 1)

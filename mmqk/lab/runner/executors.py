@@ -180,9 +180,9 @@ RETRIES = 10  # of a task of Ray
 
 
 @dataclass
-class Child:
+class Train:
     """Trains one run with ``mmqk train`` in a child process that can be interrupted, and returns its exit code; minus
-    the number of the signal that killed it.
+    the number of the signal that killed it. It is pickled and called on a node.
 
     Args:
         args: command line of ``mmqk train``.
@@ -209,12 +209,18 @@ class Child:
             time.sleep(REQUEUE_SECONDS)
         return code
 
-    def stop(self) -> None:
-        """Let the run write a checkpoint and stop; return when it has ended."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process": None}
+
+    def checkpoint(self) -> Any:
+        """Let the run write a checkpoint and stop, and submit it again. Called by submitit on the signal of the time
+        limit or of a preemption."""
+        from submitit.helpers import DelayedSubmission
+
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(signal.SIGINT)
             self._process.wait()
+        return DelayedSubmission(self)
 
 
 def _begin() -> None:
@@ -224,20 +230,6 @@ def _begin() -> None:
 
 
 # SLURM --------------------------------------------------------------------------------------------------------------
-
-
-class Train(Child):
-    """The child process of a job; submitit pickles it and calls it on a node."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": None}
-
-    def checkpoint(self) -> Any:
-        """Stop the run and submit it again. Called by submitit on the signal of the time limit or of a preemption."""
-        from submitit.helpers import DelayedSubmission
-
-        self.stop()
-        return DelayedSubmission(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,8 +296,7 @@ class RayRun:
         if not self.ray.wait([self.task], timeout=0)[0]:
             return None
         try:
-            code: int = self.ray.get(self.task)
-            return code
+            return int(self.ray.get(self.task))
         except self.ray.exceptions.RayError:
             return 1
 
@@ -332,13 +323,9 @@ class Ray:
         self._options = {name.replace("-", "_"): float(value) for name, value in options.items()}
 
     def start(self, runs: Sequence[tuple[list[str], Path]]) -> list[RayRun]:
-        train = self._ray.remote(max_retries=RETRIES, **self._options)(_train)
-        return [RayRun(self._ray, train.remote(args, log.resolve(), Path.cwd())) for args, log in runs]
+        call = self._ray.remote(max_retries=RETRIES, **self._options)(lambda train: train())
+        return [RayRun(self._ray, call.remote(Train(args, log.resolve(), Path.cwd()))) for args, log in runs]
 
     def wait(self, runs: Iterable[RayRun], seconds: float) -> None:
         if tasks := [run.task for run in runs]:
             self._ray.wait(tasks, timeout=seconds)
-
-
-def _train(args: list[str], log: Path, cwd: Path) -> int:
-    return Child(args, log, cwd)()

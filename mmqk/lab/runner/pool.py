@@ -119,14 +119,6 @@ def standing(task: Task) -> TaskOutcome:
     return TaskOutcome(**vars(status), loss=last_metrics(task.folder / "metrics.jsonl", having="loss").get("loss"))
 
 
-@dataclass(frozen=True)
-class Running:
-    """A started run, and the content of its status.json before it started."""
-
-    run: Started
-    before: Status | None
-
-
 @dataclass
 class Pool:
     """Trains every task that is not finished.
@@ -140,6 +132,9 @@ class Pool:
         more: returns tasks, of which the new ones enter the pool. Called with True when a run has ended, in this pool
             or in another process, and with False several times a second while fewer than ``jobs`` runs train.
         until: time of the monotonic clock at which the pool interrupts all runs, as it does after a signal.
+
+    Attributes:
+        running: the started runs, and the content of each status.json before the start.
     """
 
     tasks: Sequence[Task]
@@ -150,7 +145,7 @@ class Pool:
     more: Callable[[bool], Sequence[Task]] = lambda ended: ()
     until: float = math.inf
     signal_received: int | None = field(default=None, init=False)
-    running: dict[Task, Running] = field(default_factory=dict, init=False)
+    running: dict[Task, tuple[Started, Status | None]] = field(default_factory=dict, init=False)
     outcomes: dict[Task, TaskOutcome] = field(default_factory=dict, init=False)
     _pending: list[Task] = field(default_factory=list, init=False)
     _deadline: float | None = field(default=None, init=False)
@@ -169,7 +164,7 @@ class Pool:
             try:
                 while self.running or (self._pending and not self.stopping):
                     self._stop() if self.stopping else self._start_some()
-                    self.executor.wait([running.run for running in self.running.values()], POLL_SECONDS)
+                    self.executor.wait([run for run, _ in self.running.values()], POLL_SECONDS)
                     self._reap()
                     if not self.stopping and (self._ended or len(self.running) < self.jobs):
                         ended, self._ended = self._ended, False
@@ -212,19 +207,19 @@ class Pool:
             before = [_status(task.folder) for task in starting]
             calls = [([*t.args, "--out", str(t.folder), "--quiet"], t.folder / LOG_NAME) for t in starting]
             for task, was, run in zip(starting, before, self.executor.start(calls), strict=True):
-                self.running[task] = Running(run, was)
+                self.running[task] = run, was
                 self.outcomes[task] = TaskOutcome("running")
 
     def _reap(self) -> None:
         """Record the outcomes of ended runs. A run whose folder another process locked first waits for it."""
-        for task, run in list(self.running.items()):
-            if (code := run.run.exitcode) is not None:
+        for task, (run, before) in list(self.running.items()):
+            if (code := run.exitcode) is not None:
                 del self.running[task]
                 if code == USER_ERROR_EXIT and is_locked(task.folder):
                     self.outcomes[task] = replace(standing(task), status="waiting", reason="")
                     self._pending.append(task)
                 else:
-                    self.outcomes[task] = self._outcome(task, code, run.before)
+                    self.outcomes[task] = self._outcome(task, code, before)
                     self._ended = True
 
     def _outcome(self, task: Task, code: int, before: Status | None) -> TaskOutcome:
@@ -245,14 +240,14 @@ class Pool:
         """Interrupt the runs. Kill them at the next signal, or ``grace`` seconds after the interruption."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
-            for running in self.running.values():
-                running.run.interrupt()
+            for run, _ in self.running.values():
+                run.interrupt()
         elif self._kills or time.monotonic() > self._deadline:
             self._kill()
 
     def _kill(self) -> None:
-        for running in self.running.values():
-            running.run.kill()
+        for run, _ in self.running.values():
+            run.kill()
 
     @contextlib.contextmanager
     def _handlers(self) -> Iterator[None]:

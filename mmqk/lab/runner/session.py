@@ -140,12 +140,8 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
     """
     with _record_of(out) as first:
         plan, now = make(), claims_hash(grid.raw)
-        registered = _registered(first) if first else now
-        before = {
-            (run.get("id"), run.get("arm")): run.get("claims", registered)
-            for run in first.get("runs") or []
-            if run.get("id")
-        }
+        registered = first.get("registered", now)
+        before = {(run["id"], run["arm"]): run["claims"] for run in first.get("runs", ()) if run["id"]}
         runs = [{**run, "claims": before.get((run["id"], run["arm"]), now)} for run in plan.entries]
         record: dict[str, Any] = {"name": grid.name, "registered": registered, "grid": grid.raw}
         begun = (read_run(task.folder) is not None for task in plan.tasks)
@@ -185,12 +181,11 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
                     shutil.copytree(source / name, folder, dirs_exist_ok=True)
                 new.append(name)
         first = first or {**packed, "runs": []}
-        registered = _registered(packed)
         # If the hash that the folder registered is not that of the grid, the claims have changed: keep it.
-        if _registered(first) == claims_hash(grid.raw):
-            first["registered"] = registered
-        entries = [{**run, "claims": run.get("claims", registered)} for run in packed["runs"] if run["folder"] in new]
-        first["runs"] = [run for run in first["runs"] if run["folder"] not in new] + entries
+        if first["registered"] == claims_hash(grid.raw):
+            first["registered"] = packed["registered"]
+        first["runs"] = [run for run in first["runs"] if run["folder"] not in new]
+        first["runs"] += [run for run in packed["runs"] if run["folder"] in new]
         if packed.get("lost") or begun:
             first["lost"] = True
         write_json(out / ABLATION_NAME, first)
@@ -204,12 +199,6 @@ def _record_of(out: Path) -> Iterator[dict[str, Any]]:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK_NAME):
             yield read_ablation(out) or {}
-
-
-def _registered(record: dict[str, Any]) -> str:
-    """Return the hash of the claims at their first registration. If the record does not have this hash, compute it
-    from its claims."""
-    return record.get("registered") or claims_hash(record["grid"])
 
 
 # Tables ---------------------------------------------------------------------------------------------------

@@ -29,15 +29,9 @@ FRESH_ATTACHED_SECONDS = 3600.0
 
 ALARMS_SHOWN = 8
 STYLES = {
-    "running": "cyan",
-    "completed": "green",
-    "diverged": "bold red",
-    "failed": "bold red",
-    "interrupted": "yellow",
-    "stopped": "yellow",
-    "damaged": "bold red",
-    "waiting": "dim",
-    "never": "yellow",
+    **{"running": "cyan", "completed": "green", "waiting": "dim"},
+    **dict.fromkeys(("interrupted", "stopped", "never"), "yellow"),
+    **dict.fromkeys(("diverged", "failed", "damaged"), "bold red"),
 }
 # The rows of a single run, and the column in the table of runs ("" for none): title, title of the column, statistic,
 # and whether to show the smallest value and not the largest. A narrow terminal shows the first columns only.

@@ -20,9 +20,9 @@ from mmqk.lab.metrics import Metric, find_metric, metric_value
 from mmqk.lab.metrics.outcomes import outcomes
 from mmqk.lab.runs import Run
 from mmqk.lab.study import Compared, share_history
+from mmqk.lab.verdicts import effect_tested, say
 from mmqk.lab.verdicts.checks import Check, checks_of, within_bound
 from mmqk.lab.verdicts.measure import TIME, by_seed, measure, middle, spread_outcomes
-from mmqk.lab.verdicts.words import effect_tested, say
 
 FEWEST_FLIPPED = 6
 # A smaller standard error, relative to the effect, is rounding: the runs of each arm have equal values.

@@ -18,8 +18,8 @@ from mmqk.lab.metrics.families import RATE, learning_rate
 from mmqk.lab.metrics.outcomes import is_trained, learned
 from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.study import Compared, Group, Study
-from mmqk.lab.verdicts.measure import BestRate, chosen, distinguishable, metric_of, value_of
-from mmqk.lab.verdicts.words import say
+from mmqk.lab.verdicts import say
+from mmqk.lab.verdicts.measure import BestRate, chosen, distinguishable, value_of
 from mmqk.store import differing_fields, flatten
 
 BOUND_SLACK = 1.01
@@ -262,7 +262,7 @@ def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Check]:
     close = []
     for arms in points:
         a, b = (choices[arm.name] for arm in arms)
-        values = [[value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in arms]
+        values = [[value_of(run, study.rate_metrics[arm.name]) for run in study.finished(arm.name)] for arm in arms]
         if not distinguishable(a, b, values):
             close.append(" from ".join(f"{choices[arm.name].rate:g} ({study.label(arm.name)})" for arm in arms))
     detail = say("not distinguished", rates=listed(close)) if close else say("distinguished")

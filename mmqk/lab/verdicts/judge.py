@@ -37,10 +37,10 @@ from mmqk.lab.grid.decidable import by_family
 from mmqk.lab.metrics.outcomes import trained_modalities
 from mmqk.lab.runs import Run
 from mmqk.lab.study import Compared, Group, Study, compare
+from mmqk.lab.verdicts import interval_text, p_text, say
 from mmqk.lab.verdicts.assess import Adjusted, Judgment, Verdict, assess
 from mmqk.lab.verdicts.checks import Check, reaches
 from mmqk.lab.verdicts.measure import TIME, log_rank, times_to_failure
-from mmqk.lab.verdicts.words import interval_text, p_text, say
 from mmqk.store.formatting import plain
 
 # Smaller relative differences in trained targets are not reported: different sequences already cause them.

@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from mmqk.lab.effects import quantile_t
+from mmqk.lab.effects import pooled_spread, quantile_t
 from mmqk.lab.metrics import METRICS, FamilyMetric, Metric, find_metric, metric_value
 from mmqk.lab.metrics.families import Measured, learning_rate
 from mmqk.lab.metrics.outcomes import failure_step, is_trained, trained_modalities
@@ -240,26 +240,16 @@ def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[
     if first.rate == second.rate:
         return True
     loss = first.loss(second.rate) + second.loss(first.rate)
-    cells = [np.array(v) for c in (first, second) for v in c.values.values()]
-    cells += [np.array(v) for v in verdict_values]
-    cells = [cell[np.isfinite(cell)] for cell in cells]
-    df = sum(len(cell) - 1 for cell in cells if len(cell) > 1)
-    if not df:
-        return False
-    variance = sum(float(((cell - cell.mean()) ** 2).sum()) for cell in cells if len(cell) > 1) / df
+    cells = enumerate([*first.values.values(), *second.values.values(), *verdict_values])
+    spread = pooled_spread({str(i): list(filter(math.isfinite, cell)) for i, cell in cells})
     used = [len(c.values.get(rate, ())) for c in (first, second) for rate in (first.rate, second.rate)]
-    if not all(used):
+    if spread is None or not all(used):
         return False
-    error = math.sqrt(variance * sum(1 / n for n in used))
+    error = spread.sd * math.sqrt(sum(1 / n for n in used))
     rates = len(first.means.keys() | second.means.keys())
-    return loss > quantile_t(1 - ERROR / (rates * (rates - 1)), df) * error
-
-
-def metric_of(study: Study, arm: StudyArm) -> str:
-    """Return the metric that chose the learning rate of an arm."""
-    return study.rate_metrics.get(arm.name) or study.rate_metrics.get("") or RATE_METRIC
+    return loss > quantile_t(1 - ERROR / (rates * (rates - 1)), spread.df) * error
 
 
 def chosen(study: Study, arm: StudyArm) -> BestRate | None:
     """Return the learning rate that the selection runs of an arm choose; None if none has finished."""
-    return choose(study.selection(arm), metric_of(study, arm))
+    return choose(study.selection(arm), study.rate_metrics[arm.name])

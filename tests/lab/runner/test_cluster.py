@@ -146,7 +146,7 @@ def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
     seen = []
 
     def tick(pool):
-        seen.append(sorted(running.run.device for running in pool.running.values()))
+        seen.append(sorted(run.device for run, _ in pool.running.values()))
         if seen[-1] == ["3", "5"]:
             for path in Path("runs/toy").glob("*-*"):
                 (path / "let-go").touch()

@@ -128,8 +128,9 @@ def test_a_pack_cannot_take_a_run_from_outside_of_it(toy, tmp_path, outside):
     (packed / "good/seed0/status.json").write_text('{"status": "completed"}')
     (packed / "good/seed0/run.json").write_text("{}")
     for folder, code in ((outside, 2), ("good/seed0", 0)):
-        entries = [{"arm": "good", "seed": 0, "folder": folder}]
-        (packed / "ablation.json").write_text(json.dumps({"name": "toy", "grid": {}, "runs": entries}))
+        entries = [{"arm": "good", "seed": 0, "folder": folder, "id": "", "claims": ""}]
+        record = {"name": "toy", "registered": "", "grid": {}, "runs": entries}
+        (packed / "ablation.json").write_text(json.dumps(record))
         write_pack(packed, Path("toy.zip"))
         assert toy("--from", "toy.zip") == code
     assert (OUT / "good/seed0/run.json").exists() and len(trained()) == 3

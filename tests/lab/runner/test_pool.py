@@ -128,7 +128,7 @@ from mmqk.lab.runner.pool import Pool, Task
 from mmqk.store import identity_hash
 
 def tick(pool):
-    pids = {task.arm: running.run.process.pid for task, running in pool.running.items()}
+    pids = {task.arm: run.process.pid for task, (run, _) in pool.running.items()}
     Path(out, "pids.tmp").write_text(json.dumps(pids))
     os.replace(Path(out, "pids.tmp"), Path(out, "pids"))
     if any(task.arm == last and o.status == "interrupted" for task, o in pool.outcomes.items()):
