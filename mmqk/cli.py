@@ -1,4 +1,5 @@
-"""The command line: ``mmqk`` lists the commands, and ``mmqk train`` calls `main` of the module of its command.
+"""The command line: ``mmqk`` lists the commands, and ``mmqk train`` calls `main` of the module of its command. ``mmqk
+init`` is here.
 
 ``python -m mmqk.train``, ``python -m mmqk.ablate`` and ``python -m mmqk.report`` work too.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 from mmqk import __version__
 
@@ -17,7 +19,7 @@ COMMANDS = {
     "report": ("mmqk.report:main", "runs/demo", "write the page of a grid or of a run"),
     "pack": ("mmqk.store.pack:main", "runs/demo --out demo.zip", "pack runs into one small file for report and ablate"),
     "watch": ("mmqk.watch:main", "runs/demo", "show runs in a terminal while they train"),
-    "init": ("mmqk.init:main", "my-project", "start a project: a configuration, a grid, a README"),
+    "init": ("mmqk.cli:init", "my-project", "start a project: a configuration, a grid, a README"),
     "inspect": ("mmqk.inspection:main", "demo", "show the training data of a configuration on one page"),
     "preflight": ("mmqk.preflight:main", "train:checked", "check your own model and batch before training"),
     "diagnose": ("mmqk.diagnose:main", "wandb.csv", "say what failed first in a run, from its log or checkpoints"),
@@ -65,8 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{' '.join(argv[:2])} is not a command of mmqk: give one of {', '.join(COMMANDS)}")
     module, _, function = COMMANDS[name][0].partition(":")
     try:
-        code: int = getattr(importlib.import_module(module), function)(argv[len(name.split()) :])
-        return code
+        return int(getattr(importlib.import_module(module), function)(argv[len(name.split()) :]))
     except ModuleNotFoundError as error:
         package = (error.name or "mmqk").partition(".")[0]
         if package == "mmqk":
@@ -87,6 +88,38 @@ def _table(group: str) -> str:
     first = "" if group else " Start with the first three. mmqk --version prints the version."
     lines += ["", f"Each command has --help.{first}"]
     return "\n".join(lines)
+
+
+INIT = """\
+Write config.yaml (the settings of demo.yaml), grid.yaml (two arms, three seeds, one claim) and README.md into a new
+or empty folder. Runs use the data that ship with mmqk until you name your own in config.yaml."""
+
+
+def init(argv: list[str]) -> int:
+    """Write the files of a project: ``mmqk init my-project``.
+
+    Raises:
+        UserError: the folder is not empty, or its name is not a valid name of a grid.
+    """
+    from mmqk.lab.grid.arms import folder_name
+    from mmqk.store import OneSentenceParser, check_empty, find_file
+
+    parser = OneSentenceParser(prog="mmqk init", description=INIT)
+    text = "a new or empty folder; its name becomes the name of the grid"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=text)
+    folder = parser.parse_args(argv).folder
+    check_empty(folder, "DIR")
+    name = folder_name(folder.resolve().name, "DIR")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = find_file("configs/demo.yaml").read_text(encoding="utf-8")
+    settings = "# One run: text and image tokens in one sequence.\n" + settings[settings.index("model:") :]
+    files = {"config.yaml": settings}
+    for file in ("grid.yaml", "README.md"):
+        files[file] = find_file(f"configs/project/{file}").read_text(encoding="utf-8").replace("PROJECT", name)
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+        print(folder / file)
+    return 0
 
 
 def run() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from mmqk.cli import init as main
 from mmqk.config import resolve
-from mmqk.init import main
 from mmqk.lab.grid import load_grid
 from mmqk.store import UserError
 

@@ -24,8 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
-from mmqk.lab.page.arms import PALETTE
-from mmqk.lab.page.drawing import RC
+from mmqk.lab.page.drawing import PALETTE, RC
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 
 HERE = Path(__file__).parent

@@ -20,8 +20,7 @@ from mmqk.diagnose.findings import diagnose
 from mmqk.diagnose.logs import Log, read_log
 from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
 from mmqk.lab.formatting import number, render, short
-from mmqk.lab.page.arms import PALETTE
-from mmqk.lab.page.drawing import RC
+from mmqk.lab.page.drawing import PALETTE, RC
 from mmqk.store import UserError, differing_fields, parse_tag
 from mmqk.store.formatting import plural, some, text_table
 

@@ -4,9 +4,8 @@ Two reports of the same runs are identical byte for byte, because they contain n
 
 claims   what a page shows of each claim
 tables   its tables
-arms     which arms its figures show, and their colors
 figures  its figures over steps; sweeps: over learning rates; ranking: of remedies, with table and CSV
-drawing  a figure as PNG, as chart and as CSV
+drawing  a figure as PNG, as chart and as CSV; which arms it shows, and their colors
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from typing import Any
 
 from mmqk.lab.formatting import plural, render
 from mmqk.lab.page import sweeps, tables
-from mmqk.lab.page.arms import arm_colors
 from mmqk.lab.page.claims import cannot_tell, claim_rows, counts
-from mmqk.lab.page.drawing import Drawing
+from mmqk.lab.page.drawing import Drawing, arm_colors
 from mmqk.lab.page.figures import figures
 from mmqk.lab.page.ranking import Ranking, ranking, ranking_csv, ranking_figure, ranking_table
 from mmqk.lab.study import Study, load_study

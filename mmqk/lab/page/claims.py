@@ -11,7 +11,7 @@ from typing import Any
 from mmqk.lab.formatting import DASH, capital, exp, listed, number, plural, slug
 from mmqk.lab.metrics import Metric, find_metric
 from mmqk.lab.metrics.families import learning_rate
-from mmqk.lab.page.arms import first_arms
+from mmqk.lab.page.drawing import first_arms
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
 from mmqk.lab.study import Study

@@ -1,4 +1,9 @@
-"""A figure: lines in panels, their numbers as CSV, the same numbers as JSON for the charts of a page, and a PNG."""
+"""A figure: lines in panels, their numbers as CSV, as JSON for the charts of a page, and as PNG; which arms the figures
+show, and their colors.
+
+Each arm has a color. If the arms are points of a few families, each family has a color, and its arms have shades of
+it, which become darker along the axis. Of more arms than colors, those that no figure or claim names are gray.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import io
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +20,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
@@ -22,8 +28,84 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmqk.lab.formatting import TEMPLATES, short
-from mmqk.lab.page.arms import FEW_ARMS, GRAY
 from mmqk.lab.study import Study
+
+FEW_ARMS, FIRST_ARMS_AT_MOST = 8, 6
+# The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
+PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+# For the arms after the first eight: the muted palette of Paul Tol, also for color-blind readers, and then his light
+# palette.
+MORE = (
+    *("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#117733", "#6699CC"),
+    *("#EE8866", "#AAAA00", "#77AADD", "#FFAABB", "#BBCC33"),
+)
+GRAY = "#b3bac2"
+PALEST = 0.62
+
+
+def first_arms(study: Study) -> tuple[str, ...]:
+    """Return the arms of the first figures: those that the grid lists, else those of its claims, else its first six;
+    without a grid, all arms."""
+    named = _crossed(study, study.named("hero"))
+    claimed = _crossed(study, (arm for c in study.claims if c.decided for arm in c.compared))
+    shown = set(shown_arms(study))
+    rest = [name for name in study.arms if name not in shown][: FIRST_ARMS_AT_MOST if study.registered else None]
+    return next((arms for names in (named, claimed, rest, study.arms) if (arms := measured(study, names))), ())
+
+
+def shown_arms(study: Study) -> tuple[str, ...]:
+    """Return the arms that the page shows without a verdict."""
+    named = _crossed(study, study.named("shown"))
+    return measured(study, named or [arm.name for arm in study.arms.values() if arm.block == "shown"])
+
+
+def outcome_arms(study: Study) -> tuple[str, ...]:
+    """Return the arms whose outcomes the page draws: those that the grid lists, or those of the first figure."""
+    named = first_arms(study) if study.report.get("outcomes") is True else _crossed(study, study.named("outcomes"))
+    return measured(study, named)
+
+
+def measured(study: Study, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the arms that have runs with metrics."""
+    have = {run.arm for run in study.runs if run.tags}
+    return tuple(name for name in names if name in have)
+
+
+def _crossed(study: Study, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(arm.name for name in names for arm in study.arms_of(name)))
+
+
+def families(study: Study) -> dict[str, list[str]]:
+    """Return the arms by family, sorted by their points."""
+
+    def order(name: str) -> list[tuple[float, str]]:
+        point = study.arms[name].point.values()
+        return [(value, "") if isinstance(value, int | float) else (math.inf, str(value)) for value in point]
+
+    groups: dict[str, list[str]] = {}
+    for arm in study.arms.values():
+        groups.setdefault(arm.family or arm.name, []).append(arm.name)
+    return {family: sorted(arms, key=order) for family, arms in groups.items()}
+
+
+def arm_colors(study: Study) -> dict[str, str]:
+    """Return one color per arm, the same on the whole page."""
+    groups = families(study)
+    # The palette is small: the arms of the first figures and of the claims get its colors first.
+    claimed = _crossed(study, (name for claim in study.claims for name in claim.compared))
+    first = dict.fromkeys([*first_arms(study), *outcome_arms(study), *claimed, *shown_arms(study), *study.arms])
+    family_of = {arm: family for family, members in groups.items() for arm in members}
+    few = len(groups) <= len(PALETTE)
+    order = list(groups) if few else list(dict.fromkeys(family_of[arm] for arm in first))
+    base = dict(zip(order, [*PALETTE, *MORE, *[GRAY] * len(order)], strict=False))
+    colors: dict[str, str] = {}
+    for family, arms in groups.items():
+        for j, arm in enumerate(arms):
+            pale = PALEST * (1 - j / (len(arms) - 1)) if len(arms) > 1 else 0.0
+            red, green, blue = (c + (1 - c) * pale for c in to_rgb(base[family]))
+            colors[arm] = GRAY if base[family] == GRAY else to_hex((red, green, blue)).upper()
+    return colors
+
 
 STEP = "optimizer step"
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (6, 1.5, 1, 1.5), (1, 1))  # by modality
@@ -163,10 +245,6 @@ class Drawing:
     def style(self, modality: str) -> Any:
         return (0, self.dashes(modality)) if self.dashes(modality) else "-"
 
-    def keys(self) -> dict[str, str]:
-        """Return the legend: the color of each group of lines."""
-        return {name: self.color(line) for line in self.figure.lines if (name := self.group(line))}
-
     def chart(self) -> str:
         """Return the panels as JSON for the script of the page, with five digits."""
 
@@ -229,7 +307,7 @@ class Drawing:
         return out.getvalue()
 
     def _handles(self) -> list[Line2D]:
-        shown = list(self.keys().items())
+        shown = list({name: self.color(line) for line in self.figure.lines if (name := self.group(line))}.items())
         points = all(line.marker for line in self.figure.lines)
         look: dict[str, Any] = {"linestyle": "", "marker": "o"} if points else {"linewidth": 2.2}
         named = [(" ".join(name.split()), color) for name, color in shown[:MOST_KEYS]]

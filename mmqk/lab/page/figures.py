@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 
 from mmqk.lab.formatting import capital, slug
 from mmqk.lab.metrics import METRICS, Metric, find_metric
-from mmqk.lab.page.arms import FEW_ARMS, first_arms, later_arms, measured, outcome_arms, ramp, shown_arms
+from mmqk.lab.page import drawing
 from mmqk.lab.page.claims import claim_values
-from mmqk.lab.page.drawing import Figure, Line, Panel
+from mmqk.lab.page.drawing import FEW_ARMS, Figure, Line, Panel
 from mmqk.lab.runs import EMPTY, Run, Series
 from mmqk.lab.study import Study
 from mmqk.lab.verdicts.assess import Verdict
@@ -88,17 +90,31 @@ def figures(study: Study, verdicts: Sequence[Verdict]) -> list[Figure]:
     arms = later_arms(study)
     shown = "Shown without a verdict: loss and largest attention logit"
     made = [
-        hero(study, "hero", "Loss and largest attention logit", first_arms(study)),
+        hero(study, "hero", "Loss and largest attention logit", drawing.first_arms(study)),
         survival(study),
         *(claim_figure(study, verdict) for verdict in verdicts),
         over_steps(study, "entropy", "Attention entropy", arms, [ENTROPY]),
         over_steps(study, "norms", "Norms by modality", arms, NORMS),
         over_steps(study, "final_norm", "Output norm of the last layer", arms, [OUTPUT], like="Chameleon Fig. 5a"),
         by_layer(study),
-        over_steps(study, "outcomes", "Outcomes over time", measured(study, outcome_arms(study)), OUTCOMES, "medians"),
-        hero(study, "shown", shown, shown_arms(study)),
+        over_steps(study, "outcomes", "Outcomes over time", drawing.outcome_arms(study), OUTCOMES, "medians"),
+        hero(study, "shown", shown, drawing.shown_arms(study)),
     ]
     return [figure for figure in made if figure is not None]
+
+
+def later_arms(study: Study) -> tuple[str, ...]:
+    """Return the arms of the later figures: those of the first figures if they are few; otherwise the two ends of
+    each family's axis, or the arms that have a color."""
+    arms = drawing.first_arms(study)
+    if len(arms) <= FEW_ARMS:
+        return arms
+    members = [[arm for arm in family if arm in arms] for family in drawing.families(study).values()]
+    ends = [arm for kept in members if kept for arm in dict.fromkeys((kept[0], kept[-1]))]
+    if len(ends) < len(arms) and len(ends) <= FEW_ARMS:
+        return tuple(ends)
+    colors = drawing.arm_colors(study)
+    return tuple(arm for arm in arms if colors[arm] != drawing.GRAY)[:FEW_ARMS]
 
 
 def figure_of(
@@ -162,7 +178,9 @@ def layer_lines(study: Study, arm: str, modality: str) -> list[Line]:
     found = {tag.layer for run in runs for tag in run.tags.values() if tag.statistic == statistic}
     layers = sorted(layer for layer in found if layer is not None)
     lines = []
-    for layer, color in zip(layers, ramp(len(layers)), strict=True):
+    # Light to dark, readable on white.
+    colors = colormaps["viridis_r"](np.linspace(0.12, 1, len(layers)))
+    for layer, color in zip(layers, map(to_hex, colors), strict=True):
         series = [run.combined(statistic, np.max, modality, layer) for run in runs]
         for line in median_line(arm, modality, series, POINTS):
             lines.append(replace(line, layer=layer, color=color, group=f"layer {layer}"))

@@ -17,8 +17,7 @@ import pandas as pd
 from mmqk.lab.effects import Effect, Spread, paired_effect, pooled_spread
 from mmqk.lab.formatting import DASH, decimals, exp, fixed, nats, number, slug
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS
-from mmqk.lab.page.arms import GRAY, PALETTE
-from mmqk.lab.page.drawing import Figure, Line, Panel
+from mmqk.lab.page.drawing import GRAY, PALETTE, Figure, Line, Panel
 from mmqk.lab.page.figures import figure_of
 from mmqk.lab.page.sweeps import markers
 from mmqk.lab.page.tables import Cell, Table, table

@@ -19,8 +19,7 @@ from mmqk.lab.formatting import listed, short
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS
 from mmqk.lab.metrics.families import RATE, SHAPE, learning_rate, model_size
 from mmqk.lab.metrics.outcomes import final_loss, initial_loss, is_trained
-from mmqk.lab.page.arms import PALETTE
-from mmqk.lab.page.drawing import Figure, Line, Panel
+from mmqk.lab.page.drawing import PALETTE, Figure, Line, Panel
 from mmqk.lab.page.figures import figure_of
 from mmqk.lab.page.tables import once
 from mmqk.lab.runs import Run

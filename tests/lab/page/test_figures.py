@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from mmqk.lab.page.arms import arm_colors, first_arms
-from mmqk.lab.page.drawing import Drawing
+from mmqk.lab.page.drawing import Drawing, arm_colors, first_arms
 from mmqk.lab.page.figures import ALL_POINTS, FEWEST, binned, by_layer, hero, layer_lines, points_a_line, thinned
 from mmqk.lab.page.sweeps import learning_rates, sweeps
 from mmqk.lab.study import load_study

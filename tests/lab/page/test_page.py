@@ -15,7 +15,7 @@ import pytest
 from mmqk.lab.formatting import number, render
 from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.page import page_content, report_files, write_report
-from mmqk.lab.page.arms import arm_colors
+from mmqk.lab.page.drawing import arm_colors
 from mmqk.lab.page.tables import arm_table, tokens
 from mmqk.lab.study import load_study
 from mmqk.lab.verdicts.judge import judge
