@@ -18,8 +18,7 @@ import mmqk
 from mmqk.config import SECTIONS, resolve
 from mmqk.config.parse import Loader, read_yaml
 from mmqk.config.run import Given
-from mmqk.lab.grid import GridFile
-from mmqk.lab.grid.arms import Arm, ArmFile, ArmFork, LrRule
+from mmqk.lab.grid.arms import ArmFile, ArmFork, GridFile, LrRule
 from mmqk.lab.grid.claims import Claim, read_claims
 from mmqk.model.ranges import Range, number, range_of
 from mmqk.store import UserError
@@ -41,7 +40,6 @@ BUILT = {
     ArmFile: ArmFile,
     GridFile: lambda **values: GridFile(**{"name": "g", "base": "b", "arms": {"a": None}, **values}),
     LrRule: lambda **values: LrRule(**{"grid": (0.1,), "seeds": (0,), "metric": "m", **values}),
-    Arm: lambda **values: Arm(**{"name": "a", "label": "", "block": "", "seeds": (0,), "fields": {}, **values}),
 }
 
 

@@ -148,12 +148,8 @@ def pooled_spread(outcomes: Mapping[str, Sequence[float]]) -> Spread | None:
     variances = np.array([values.var(ddof=1) for values in usable.values()])
     dofs = np.array([len(values) - 1 for values in usable.values()])
     pooled = float((variances * dofs).sum() / dofs.sum())
-    return Spread(
-        sd=math.sqrt(pooled),
-        df=int(dofs.sum()),
-        by_arm={arm: math.sqrt(v) for arm, v in zip(usable, variances, strict=True)},
-        p_equal=_bartlett(list(usable.values()), variances),
-    )
+    by_arm = {arm: math.sqrt(v) for arm, v in zip(usable, variances, strict=True)}
+    return Spread(math.sqrt(pooled), int(dofs.sum()), by_arm, _bartlett(list(usable.values()), variances))
 
 
 def _bartlett(arms: Sequence[np.ndarray], variances: np.ndarray) -> float:

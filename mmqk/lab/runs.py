@@ -245,11 +245,8 @@ def read_runs(folder: str | Path) -> list[Run]:
     folder = Path(folder)
     ablation = read_ablation(folder)
     if ablation is not None:
-        runs = [
-            _load(folder / entry["folder"], entry["folder"], entry["arm"], entry["seed"], entry)
-            for entry in ablation["runs"]
-            if os.path.isdir(folder / entry["folder"])
-        ]
+        entries = [entry for entry in ablation["runs"] if os.path.isdir(folder / entry["folder"])]
+        runs = [_load(folder / e["folder"], e["folder"], e["arm"], e["seed"], e) for e in entries]
     else:
         runs = [_load(path, *_names(path, folder)) for path in store.find_runs(folder)]
     _link_parents(runs)

@@ -227,12 +227,10 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run]) -> 
     grid, where = ablation["grid"], str(folder / ABLATION_NAME)
     name = str(ablation.get("name") or grid.get("name") or folder.resolve().name)
     families = _families(grid.get("arms") or {})
-    planned = [entry for entry in ablation["runs"] if entry.get("role", "verdict") == "verdict"]
-    arms = _arms(families, planned)
+    planned = [(entry["arm"], entry["seed"], entry.get("role", "verdict")) for entry in ablation["runs"]]
+    arms = _arms(families, [entry for entry in ablation["runs"] if entry.get("role", "verdict") == "verdict"])
     present = {(run.arm, run.seed, run.role) for run in runs}
-    points = {
-        name: [arm.point for arm in arms.values() if name in (arm.name, arm.family)] for name in (*families, *arms)
-    }
+    points = {n: [arm.point for arm in arms.values() if n in (arm.name, arm.family)] for n in (*families, *arms)}
     claims = read_claims(grid.get("claims"), points, name, where)
     check_claims(claims, points, where)
     lost = bool(ablation.get("lost"))
@@ -248,11 +246,7 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run]) -> 
         claims=claims,
         report=grid.get("report") or {},
         runs=tuple(runs),
-        missing=tuple(
-            (entry["arm"], entry["seed"])
-            for entry in ablation["runs"]
-            if (entry["arm"], entry["seed"], entry.get("role", "verdict")) not in present
-        ),
+        missing=tuple((arm, seed) for arm, seed, role in planned if (arm, seed, role) not in present),
         registered=True,
         claims_changed=ablation.get("registered") not in (None, claims_hash(grid)),
         registration_lost=lost,
@@ -286,13 +280,7 @@ def _arms(families: Mapping[str, StudyArm], planned: Sequence[Mapping[str, Any]]
         crossed = {entry["arm"]: entry.get("point") or {} for entry in entries} or {family.name: {}}
         for name, point in crossed.items():
             values = [f"{field.rpartition('.')[2]} {value}" for field, value in point.items()]
-            arms[name] = StudyArm(
-                name=name,
-                label=", ".join([family.label, *values]),
-                block=family.block,
-                seeds=tuple(entry["seed"] for entry in entries if entry["arm"] == name),
-                settings={**family.settings, **point},
-                family=family.name,
-                point=point,
-            )
+            label, settings = ", ".join([family.label, *values]), {**family.settings, **point}
+            seeds = tuple(entry["seed"] for entry in entries if entry["arm"] == name)
+            arms[name] = StudyArm(name, label, family.block, seeds, settings, family.name, point)
     return arms

@@ -30,47 +30,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.grid.arms import (
-    LR,
-    Arm,
-    Job,
-    build,
-    check_seeds,
-    check_settings,
-    flags,
-    folder_name,
-    read_arm,
-    read_axes,
-    read_lr,
-)  # fmt: skip
-from mmqk.lab.grid.claims import Claim, Names, Report, as_list, check_arms, check_directions, check_report, read_claims
-from mmqk.model.ranges import MOST_SEED, check_fields, number
+from mmqk.lab.grid.arms import LR, Arm, GridFile, Job, build, check_settings, flags, read_arm, read_axes, read_lr
+from mmqk.lab.grid.claims import Claim, Report, as_list, check_arms, check_directions, check_report, read_claims
 from mmqk.store import UserError, canonical, named_config
-
-
-@dataclass(frozen=True)
-class GridFile:
-    """The keys of a grid file."""
-
-    name: str
-    base: list[str] | str
-    arms: dict[str, Any]
-    title: str = ""
-    seeds: tuple[int, ...] = number((0,), 0, MOST_SEED)
-    quick: Names = None
-    axes: dict[str, Any] | None = None
-    lr: dict[str, Any] | None = None
-    claims: list[dict[str, Any]] | None = None
-    direction: Any = None
-    hypotheses: Any = None
-    report: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "")
-        check_seeds(self.seeds)
-        folder_name(self.name, "name")
-        if not self.arms:
-            raise ValueError("arms is empty: name at least one arm")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fi
 from mmqk.store import UserError
 
 T = TypeVar("T")
+Names = list[str] | str | None
 LR = "optim.lr"
 # Fields whose values are combined with every arm, by the name of the axis: for each value, the suffix of the arm's name
 # and the fields to set.
@@ -126,6 +127,31 @@ class Job:
     def key(self) -> tuple[str, int | None, str]:
         """Unique key among the jobs of a grid."""
         return self.arm, self.seed, self.role
+
+
+@dataclass(frozen=True)
+class GridFile:
+    """The keys of a grid file."""
+
+    name: str
+    base: list[str] | str
+    arms: dict[str, Any]
+    title: str = ""
+    seeds: tuple[int, ...] = number((0,), 0, MOST_SEED)
+    quick: Names = None
+    axes: dict[str, Any] | None = None
+    lr: dict[str, Any] | None = None
+    claims: list[dict[str, Any]] | None = None
+    direction: Any = None
+    hypotheses: Any = None
+    report: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        check_seeds(self.seeds)
+        folder_name(self.name, "name")
+        if not self.arms:
+            raise ValueError("arms is empty: name at least one arm")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
-from mmqk.lab.grid.arms import build
+from mmqk.lab.grid.arms import Names, build
 from mmqk.model.ranges import check_fields, number
 from mmqk.store import UserError, identity_hash
 
@@ -133,9 +133,6 @@ class Claim:
     def leans_on(self) -> tuple[str, ...]:
         """Ids of the claims and controls whose verdicts this claim needs."""
         return tuple(name for key in LEANS if (name := getattr(self, key)))
-
-
-Names = list[str] | str | None
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmqk.lab.metrics import families, outcomes, probes
-from mmqk.lab.metrics.families import Measured, NotMeasured
-from mmqk.lab.metrics.probes import EARLY_SHARE, SLOPE_FROM_SHARE, BySeries
+from mmqk.lab.metrics import outcomes, probes
+from mmqk.lab.metrics.families import Measured, NotMeasured, first_unstable_lr, logit_extrapolation, lr_sensitivity
+from mmqk.lab.metrics.probes import EARLY, SLOPE_FROM_SHARE, BySeries
 from mmqk.lab.runs import Run, Series, once_per_run
 from mmqk.store import UserError
 
@@ -174,12 +174,8 @@ METRICS = {
     "q_norm_slope": slope_of("growth rate of the query norm", "q_norm"),
     "k_norm_slope": slope_of("growth rate of the key norm", "k_norm"),
     "resid_norm_slope": slope_of("growth rate of the residual norm", "resid_norm"),
-    "early_final_norm_slope": slope_of(
-        "early growth rate of the last-layer output norm", "final_norm", 0.0, EARLY_SHARE
-    ),
-    "early_logit_slope": slope_of(
-        "early growth rate of the largest attention logit", "attn_logit_absmax", 0.0, EARLY_SHARE
-    ),
+    "early_final_norm_slope": slope_of("early growth rate of the last-layer output norm", "final_norm", *EARLY),
+    "early_logit_slope": slope_of("early growth rate of the largest attention logit", "attn_logit_absmax", *EARLY),
     "grad_norm": Metric("gradient norm", "", "log", "high", outcomes.grad_norm),
     "diverged": Metric("divergence", "", "linear", "high", outcomes.diverged, counts_failures=True),
     "late_failure": Metric("late failure", "", "linear", "high", outcomes.late_failure, counts_failures=True),
@@ -189,15 +185,11 @@ METRICS = {
     ),
 }
 FAMILY_METRICS = {
-    "lr_sensitivity": FamilyMetric(
-        "learning-rate sensitivity", "nats", "linear", "high", families.lr_sensitivity, of_rates=True
-    ),
-    "first_unstable_lr": FamilyMetric(
-        "first unstable learning rate", "", "log", "low", families.first_unstable_lr, of_rates=True
-    ),
+    "lr_sensitivity": FamilyMetric("learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity, True),
+    "first_unstable_lr": FamilyMetric("first unstable learning rate", "", "log", "low", first_unstable_lr, True),
     "logit_extrapolation": FamilyMetric(
         "predicted divided by actual largest logit of the held-out largest model", "", "log", "high",
-        families.logit_extrapolation,
+        logit_extrapolation,
     ),
 }  # fmt: skip
 # Metrics of a whole run.

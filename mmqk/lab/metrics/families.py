@@ -10,14 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mmqk.lab.metrics.outcomes import (
-    divergence_step,
-    final_loss,
-    has_floor,
-    initial_loss,
-    trained_modalities,
-    weight_of,
-)
+from mmqk.lab.metrics.outcomes import diverged, final_loss, has_floor, initial_loss, trained_modalities, weight_of
 from mmqk.lab.runs import Run
 from mmqk.model.config import ModelConfig
 
@@ -82,14 +75,14 @@ def ends(runs: Sequence[Run], modality: str | None = None) -> list[Ended]:
     ended, held_out = [], set()
     for run in runs:
         rate, weights = learning_rate(run), [weight_of(run, m) for m in names]
-        diverged = divergence_step(run) is not None
+        failed = diverged(run)
         if math.isnan(rate):
             raise NotMeasured(f"{run.name} has no learning rate")
-        if not diverged and run.status.status != "completed":
+        if math.isnan(failed):
             raise NotMeasured(f"{run.name} has not finished")
         last = [final_loss(run, m, series) for m in names]
-        held_out |= set() if diverged else {end.held_out for end in last}
-        final = math.inf if diverged else sum(w * end.value for w, end in zip(weights, last, strict=True))
+        held_out |= set() if failed else {end.held_out for end in last}
+        final = math.inf if failed else sum(w * end.value for w, end in zip(weights, last, strict=True))
         first = sum(w * initial_loss(run, m, series) for w, m in zip(weights, names, strict=True))
         if sum(weights) <= 0 or math.isnan(final) or math.isnan(first):
             raise NotMeasured(f"{run.name} has no {series} of {' and '.join(names)} at its end or at initialization")

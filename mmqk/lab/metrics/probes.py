@@ -20,9 +20,9 @@ LAST_PROBES = 3
 # The window of a slope starts at this share of the run, like the window of the growth alarm. Earlier in the run,
 # norms also grow in healthy runs.
 SLOPE_FROM_SHARE = 0.2
-# The window of an early slope ends at this share of the run. In the Chameleon paper (arXiv 2405.09818, Fig. 5a), the
-# norms of the compared runs already differ at this point.
-EARLY_SHARE = 0.25
+# The window of an early slope, as shares of the run. In the Chameleon paper (arXiv 2405.09818, Fig. 5a), the
+# norms of the compared runs already differ at its end.
+EARLY = (0.0, 0.25)
 SLOPE_STEPS = 1000
 FEWEST_PROBES = 3
 

@@ -291,14 +291,9 @@ class _Planner:
 
     def _again(self, parent: Planned, start: Path | None = None) -> Task:
         """Return the task that trains a parent in a second folder, if it is a fork from the checkpoint ``start``."""
-        task = self._task(parent)
-        return replace(
-            task,
-            arm=f"{task.arm}-again",
-            folder=task.folder.with_name(f"{task.folder.name}-again"),
-            args=self._args(parent, start),
-            entry={**task.entry, "role": "parent", "fork": None},
-        )
+        task, args = self._task(parent), self._args(parent, start)
+        folder, entry = parent.folder.with_name(f"{parent.folder.name}-again"), {"role": "parent", "fork": None}
+        return replace(task, arm=f"{task.arm}-again", folder=folder, args=args, entry={**task.entry, **entry})
 
     def _add_again(self, task: Task) -> None:
         if task.folder not in self.tasks:

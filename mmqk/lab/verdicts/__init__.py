@@ -54,12 +54,8 @@ def effect_tested(claim: Claim) -> str:
     (scale, unit), size = scale_of(claim), claim.min_effect
     directed = claim.test in ("superiority", "count")
     ends = {"low": plain(exp(-size)), "high": plain(exp(size))} if scale == "log" else {}
-    return say(
-        f"{claim.test} {claim.direction}, {scale}" if directed else f"{claim.test}, {scale}",
-        size=plain(size),
-        amount=f"{plain(size)} {unit}".strip(),
-        **ends,
-    )
+    name = f"{claim.test} {claim.direction}, {scale}" if directed else f"{claim.test}, {scale}"
+    return say(name, size=plain(size), amount=f"{plain(size)} {unit}".strip(), **ends)
 
 
 def interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:

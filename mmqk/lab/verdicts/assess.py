@@ -177,15 +177,8 @@ def assess(compared: Compared) -> Verdict:
     spread = None if claim.metric == TIME else pooled_spread(spread_outcomes(compared, table))
     effect = paired_effect(treatment, control, spread, share_history(compared.treatment, compared.control))
     checks, rate_notes = checks_of(compared)
-    verdict = replace(
-        verdict,
-        effect=effect,
-        spread=spread,
-        checks=checks,
-        notes=(*notes, *rate_notes),
-        open=_registered(compared) or _measured(table, effect),
-        bounds=int(bounds.sum()),
-    )
+    verdict = replace(verdict, effect=effect, spread=spread, checks=checks, notes=(*notes, *rate_notes))
+    verdict = replace(verdict, open=_registered(compared) or _measured(table, effect), bounds=int(bounds.sum()))
     if verdict.open or effect is None:
         return verdict
     holds, nearest, p = _side(claim, effect)
@@ -262,18 +255,11 @@ def _counted(compared: Compared) -> Verdict:
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     checks, rate_notes = checks_of(compared)
     holds, _, p = _side(claim, effect)
-    return Verdict(
-        compared,
-        effect,
-        medians={name: count / n for name, (count, n) in counts.items()},
-        checks=checks,
-        notes=rate_notes,
-        open=_registered(compared) or _without(unmeasured),
-        holds=holds,
-        # Fisher's exact test must also reject equal shares. If min_effect is small, its p-value is the larger one.
-        p=max(p, effect.fisher) if holds else p,
-        counts=counts,
-    )
+    # Fisher's exact test must also reject equal shares. If min_effect is small, its p-value is the larger one.
+    p = max(p, effect.fisher) if holds else p
+    medians = {name: count / n for name, (count, n) in counts.items()}
+    why = _registered(compared) or _without(unmeasured)
+    return Verdict(compared, effect, None, medians, checks, rate_notes, why, holds=holds, p=p, counts=counts)
 
 
 def _predicted(compared: Compared) -> Verdict:
@@ -286,12 +272,10 @@ def _predicted(compared: Compared) -> Verdict:
     claim, runs, groups = compared.claim, compared.runs, compared.groups.items()
     scores = {run.name: metric_value(run, claim.metric) for run in runs}
     failed = {run.name: end.kind != "well" for run, end in zip(runs, outcomes(runs), strict=True)}
-    verdict = Verdict(
-        compared,
-        medians={name: middle(scores[run.name] for run in of.all) for name, of in groups},
-        checks=tuple(filter(None, [within_bound(runs)])),
-        counts={name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups},
-    )
+    medians = {name: middle(scores[run.name] for run in of.all) for name, of in groups}
+    counts = {name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups}
+    checks = tuple(filter(None, [within_bound(runs)]))
+    verdict = Verdict(compared, medians=medians, checks=checks, counts=counts)
     if unmeasured := [f"{run.arm} seed {run.seed}" for run in runs if math.isnan(scores[run.name])]:
         return replace(verdict, open=_without(unmeasured, len(unmeasured)))
     effect = auroc([scores[run.name] for run in runs], [failed[run.name] for run in runs], [run.arm for run in runs])
