@@ -116,8 +116,7 @@ class Runs:
             "tested", "p", "adjusted_p", "n", "status", "why", "note",
         ]  # fmt: skip
         numbers = ["effect", "low", "high", "min_effect", "p", "adjusted_p"]
-        table = pd.DataFrame(rows, columns=columns)
-        return table.astype({**dict.fromkeys(numbers, "float64"), "n": "int64"})
+        return pd.DataFrame(rows, columns=columns).astype({**dict.fromkeys(numbers, "float64"), "n": "int64"})
 
 
 def load_runs(folder: str | Path) -> Runs:

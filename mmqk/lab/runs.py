@@ -308,18 +308,8 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
     fork = entry.get("fork")
     if not fork and (parent := forked.get("parent")) is not None:
         fork = {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}
-    return Run(
-        path,
-        name,
-        arm,
-        record.get("identity", {}).get("seed", 0) if seed is None else seed,
-        **{key: record[key] for key in ("id", "code", "identity", "details") if key in record},
-        status=status,
-        remarks=tuple(notes),
-        family=entry.get("family") or arm,
-        point=entry.get("point") or {},
-        role=entry.get("role") or "verdict",
-        fork=fork,
-        forked=forked,
-        data=data,
-    )
+    seed = record.get("identity", {}).get("seed", 0) if seed is None else seed
+    known = {key: record[key] for key in ("id", "code", "identity", "details") if key in record}
+    known |= {key: entry[key] for key in ("family", "point", "role") if entry.get(key)}
+    known |= {"status": status, "remarks": tuple(notes), "fork": fork, "forked": forked, "data": data}
+    return Run(path, name, arm, seed, **known)

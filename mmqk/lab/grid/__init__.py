@@ -105,18 +105,9 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
         raise UserError(f"{path} has an arm {twice[0]}: give the added arm another name")
     if added:
         raw |= {"arms": {**raw["arms"], **added}, "added": list(added)}
-    common = Arm(
-        name="",
-        label="",
-        block="",
-        seeds=file.seeds,
-        fields={},
-        axes=read_axes(file.axes or {}, f"{path}: axes"),
-        base=tuple(_base_file(name, path) for name in as_list(file.base)),
-        lr=read_lr(file.lr or {}, f"{path}: lr"),
-        grid=file.name,
-        path=path,
-    )
+    axes, lr = read_axes(file.axes or {}, f"{path}: axes"), read_lr(file.lr or {}, f"{path}: lr")
+    base = tuple(_base_file(name, path) for name in as_list(file.base))
+    common = Arm("", "", "", file.seeds, {}, axes, base=base, lr=lr, grid=file.name, path=path)
     arms = _inherit([read_arm(name, value, common) for name, value in raw["arms"].items()], raw["arms"], path)
     names = [name for arm in arms for name in arm.points]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:

@@ -187,15 +187,10 @@ def read_arm(name: str, value: Any, common: Arm) -> Arm:
     if record.fork is not None:
         fork = _fork(record.fork, f"{where}.fork", common.path)
         common = replace(common, fork=fork, seeds=(), axes={}, lr=None, base=())
-    arm = replace(
-        common,
-        name=name,
-        label=record.label or name,
-        block=record.block,
-        seeds=common.seeds if record.seeds is None else record.seeds,
-        fields=record.set or {},
-        axes=read_axes(record.axes or {}, f"{where}.axes") if "axes" in (value or {}) else common.axes,
-    )
+    label, fields = record.label or name, record.set or {}
+    seeds = common.seeds if record.seeds is None else record.seeds
+    axes = read_axes(record.axes or {}, f"{where}.axes") if "axes" in (value or {}) else common.axes
+    arm = replace(common, name=name, label=label, block=record.block, seeds=seeds, fields=fields, axes=axes)
     check_settings(arm, where)
     return arm
 

@@ -70,7 +70,7 @@ class Metric(_Quantity):
     by_modality: bool = False
     counts_failures: bool = False
 
-    def series(self, run: Run, modality: str | None) -> Series:
+    def series(self, run: Run, modality: str | None = None) -> Series:
         """Return the series whose end the metric measures; if there is none, the value at the last step of the run."""
         if self.ends is not None:
             return self.ends(run, modality)
@@ -131,7 +131,7 @@ class FamilyMetric(_Quantity):
 def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", worst: End = "high") -> Metric:
     """Return the metric that measures the end of a series of probes: the median of the last three."""
     end = math.inf if worst == "high" else -math.inf
-    return Metric(label, unit, scale, worst, lambda run, m: probes.end_of(series(run, m), end), series)
+    return Metric(label, unit, scale, worst, lambda run, m=None: probes.end_of(series(run, m), end), series)
 
 
 def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
@@ -143,7 +143,7 @@ def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: f
 def _loss(label: str, name: str) -> Metric:
     """Return the metric that measures the final value of a loss series of one modality."""
 
-    def measure(run: Run, modality: str | None) -> float:
+    def measure(run: Run, modality: str | None = None) -> float:
         return outcomes.final_loss(run, modality or "", name).value
 
     return Metric(label, "nats", "linear", "high", measure, lambda run, m: run.series(f"{name}/{m}"), by_modality=True)

@@ -326,15 +326,15 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
         {m: _end(run, m) if step is None else math.inf for m in trained_modalities(run)}
         for run, step in zip(runs, steps, strict=True)
     ]
+    of_data = [json.dumps(run.identity.get("data", run.setting("data")), sort_keys=True, default=str) for run in runs]
     best: dict[tuple[str, str], float] = {}
-    for run, end in zip(runs, ends, strict=True):
+    for run, data, end in zip(runs, of_data, ends, strict=True):
         for modality, nats in end.items():
             if run.status.status == "completed" and math.isfinite(nats):
-                key = _data_of(run), modality
-                best[key] = min(nats, best.get(key, math.inf))
+                best[data, modality] = min(nats, best.get((data, modality), math.inf))
     results = []
-    for run, step, end in zip(runs, steps, ends, strict=True):
-        above = {m: nats - best.get((_data_of(run), m), math.nan) for m, nats in end.items()}
+    for run, step, data, end in zip(runs, steps, of_data, ends, strict=True):
+        above = {m: nats - best.get((data, m), math.nan) for m, nats in end.items()}
         unlearned = tuple(m for m in end if not learned(run, m))
         results.append(Outcome(step is not None or run.status.finished, step, above, unlearned))
     return results
@@ -342,7 +342,3 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
 
 def _end(run: Run, modality: str) -> float:
     return final_loss(run, modality, "excess" if has_floor(run, modality) else "loss").value
-
-
-def _data_of(run: Run) -> str:
-    return json.dumps(run.identity.get("data", run.setting("data")), sort_keys=True, default=str)

@@ -126,7 +126,7 @@ def weight_growth_series(run: Run, modality: str | None = None) -> Series:
 
 
 def norm_slope(
-    run: Run, modality: str | None, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0
+    run: Run, modality: str | None = None, *, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0
 ) -> float:
     """Return the growth rate of a norm: the least-squares slope of its logarithm against the step, per 1,000 steps.
 

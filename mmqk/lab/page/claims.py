@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmqk.lab.formatting import DASH, capital, exp, listed, number, plural, slug
 from mmqk.lab.metrics import Metric, find_metric
@@ -139,8 +138,7 @@ def effect_bar(verdict: Verdict) -> dict[str, Any] | None:
     }
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """The value of a claim's metric in one run, or in one family at one seed (then ``run`` is None and ``arm`` is one
     of its arms). ``name`` is the arm or the family."""
 

@@ -146,8 +146,8 @@ def ranking(study: Study) -> Ranking | None:
     ranked = [row for row in rows if row.arm != row.control]
     ranked.sort(key=lambda row: (row.difference.value if row.difference else math.inf, row.sensitivity))
     without = [row for row in rows if row.arm == row.control]
-    unfinished = set(study.arms) - {row.arm for row in rows}
-    return Ranking(ranked, without, [name for name in study.arms if name in unfinished]) if ranked else None
+    finished = {row.arm for row in rows}
+    return Ranking(ranked, without, [name for name in study.arms if name not in finished]) if ranked else None
 
 
 def _finished(study: Study, arm: StudyArm) -> list[Run]:
@@ -190,18 +190,14 @@ def time_ratio(runs: Sequence[Run], against: Sequence[Run]) -> Effect | None:
     machines differ. Machines count as equal if their system, processor type, number of cores and device agree,
     because a record does not name the machine.
     """
-    places = {_place(run) for run in [*runs, *against]}
-    if len(places) > 1:
+    machines = {f"{r.details.get('machine')} {(r.details.get('device') or {}).get('name')}" for r in [*runs, *against]}
+    if len(machines) > 1:
         return None
     one, two = (
         dict(enumerate(-math.log(float(np.median(speeds))) for r in side if len(speeds := r.series("tokens_per_s")[1])))
         for side in (runs, against)
     )
     return paired_effect(one, two, None) if min(len(one), len(two)) > 1 else None
-
-
-def _place(run: Run) -> str:
-    return f"{run.details.get('machine')} {(run.details.get('device') or {}).get('name')}"
 
 
 def _parameters(runs: Sequence[Run], against: Sequence[Run]) -> int | None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from mmqk.lab.formatting import DASH, capital, duration, listed, nats, number, short, slug
@@ -164,14 +165,11 @@ def environment(study: Study) -> list[tuple[str, str]]:
 
 def run_table(study: Study, colors: Mapping[str, str]) -> Table | None:
     """Return one row per run, also for runs that have not started; a run that two arms share has one row."""
-    arms_of: defaultdict[str, list[str]] = defaultdict(list)
-    for run in study.runs:
-        arms_of[run.name].append(run.arm)
     rows: list[list[Cell | str]] = []
     linked: set[str] = set()
     order = [*study.arms, *(run.arm for run in study.runs)]
     for run in sorted(once(study), key=lambda run: (order.index(run.arm), run.role != "verdict", run.seed)):
-        arms = list(dict.fromkeys(arms_of[run.name]))
+        arms = list(dict.fromkeys(one.arm for one in study.runs if one.name == run.name))
         targets = [anchor(run), *(f"arm-{slug(arm)}" for arm in arms if arm not in linked)]
         linked.update(arms)
         name = Cell(listed(list(map(study.label, arms))), color=colors.get(run.arm, ""), ids=targets)
@@ -243,26 +241,25 @@ def compared(study: Study) -> str:
 
 def fork_table(study: Study) -> Table | None:
     """Return a row per fork: its parent, the step at which it began, what it changed, and how it ended."""
-    rows: list[tuple[str, int, str, list[Cell | str]]] = []
-    for run in once(study):
-        if run.fork:
-            parent, record = _parent(study, run), run.forked
-            shift = record.get("function", {}).get("logits_rms_relative")
-            cells: list[Cell | str] = [
-                Cell(f"{study.label(run.arm)}, seed {run.seed}", f"#{anchor(run)}"),
-                Cell(parent, code=True),
-                _changes(run),
-                str(record.get("optimizer") or "").rstrip("."),
-                f"{run.start:,}",
-                *(str(len(record.get(key) or ())) for key in ("added", "dropped")),
-                number(shift) if isinstance(shift, int | float) else DASH,
-                f"{max(run.last_step, run.status.step):,}",
-                run.status.status,
-            ]
-            rows.append((parent, run.start, run.name, cells))
+    rows: list[list[Cell | str]] = []
+    forks = [(_parent(study, run), run.start, run.name, run) for run in once(study) if run.fork]
+    for parent, start, _, run in sorted(forks, key=itemgetter(0, 1, 2)):
+        shift = run.forked.get("function", {}).get("logits_rms_relative")
+        cells: list[Cell | str] = [
+            Cell(f"{study.label(run.arm)}, seed {run.seed}", f"#{anchor(run)}"),
+            Cell(parent, code=True),
+            _changes(run),
+            str(run.forked.get("optimizer") or "").rstrip("."),
+            f"{start:,}",
+            *(str(len(run.forked.get(key) or ())) for key in ("added", "dropped")),
+            number(shift) if isinstance(shift, int | float) else DASH,
+            f"{max(run.last_step, run.status.step):,}",
+            run.status.status,
+        ]
+        rows.append(cells)
     heads = ["Fork", "Parent", "Changed", "Optimizer state", "From step", "Parameters added", "Dropped"]
     heads += ["Change of outputs", "Last step", "Status"]
-    return table("Forks, by parent", heads, [cells for *_, cells in sorted(rows, key=lambda row: row[:3])], 4, 1)
+    return table("Forks, by parent", heads, rows, 4, 1)
 
 
 def _parent(study: Study, run: Run) -> str:

@@ -92,8 +92,8 @@ def test_a_slope_sees_its_window_alone(tmp_path):
     assert early.measure(run, None) < -10
     warm = grown(tmp_path / "y", {"final_norm/text": 0.0}, warmup=150)
     warm.series("final_norm/text")[1][:3] = 1000.0  # within warm-up
-    assert norm_slope(warm, None, "final_norm", 0.0, 0.25) == pytest.approx(0)
-    assert math.isnan(norm_slope(warm, None, "final_norm", 0.0, 0.2))  # two probes
+    assert norm_slope(warm, statistic="final_norm", start=0.0, end=0.25) == pytest.approx(0)
+    assert math.isnan(norm_slope(warm, statistic="final_norm", start=0.0, end=0.2))  # two probes
 
 
 def test_a_norm_that_is_not_finite_ranks_worst(tmp_path):
