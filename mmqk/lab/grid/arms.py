@@ -1,4 +1,4 @@
-"""Arms of a grid: the fields that they set, their axes, learning rates, forks and runs."""
+"""Arms of a grid: the fields that they set, their axes, learning rates, forks and runs; the keys of a grid file."""
 
 from __future__ import annotations
 

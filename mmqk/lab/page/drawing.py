@@ -30,6 +30,18 @@ from PIL import Image
 from mmqk.lab.formatting import TEMPLATES, short
 from mmqk.lab.study import Study
 
+STEP = "optimizer step"
+DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (6, 1.5, 1, 1.5), (1, 1))  # by modality
+INK = "#1b1f24"
+RC = matplotlib.rc_params_from_file(TEMPLATES / "figure.mplstyle", use_default_template=False)
+WIDTH, HEIGHT, LOW = 5.2, 3.2, 2.4  # of a panel in inches; LOW is the height in a figure of many rows
+MANY_ROWS, MOST_KEYS, DPI = 5, 12, 130
+# With this number of colors, the PNG of a line drawing is a third as large, without a visible difference.
+COLORS = 192
+# With more runs than this, the lines of single runs are thinner and paler.
+MANY_LINES = 24
+# An axis is linear if the ratio of its ends is smaller than this, because a log axis would have too few ticks.
+FEWEST_LOG_RATIO = 5
 FEW_ARMS, FIRST_ARMS_AT_MOST = 8, 6
 # The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -41,6 +53,9 @@ MORE = (
 )
 GRAY = "#b3bac2"
 PALEST = 0.62
+
+
+# Arms and colors ----------------------------------------------------------------------------------------------------
 
 
 def first_arms(study: Study) -> tuple[str, ...]:
@@ -107,18 +122,7 @@ def arm_colors(study: Study) -> dict[str, str]:
     return colors
 
 
-STEP = "optimizer step"
-DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (6, 1.5, 1, 1.5), (1, 1))  # by modality
-INK = "#1b1f24"
-RC = matplotlib.rc_params_from_file(TEMPLATES / "figure.mplstyle", use_default_template=False)
-WIDTH, HEIGHT, LOW = 5.2, 3.2, 2.4  # of a panel in inches; LOW is the height in a figure of many rows
-MANY_ROWS, MOST_KEYS, DPI = 5, 12, 130
-# With this number of colors, the PNG of a line drawing is a third as large, without a visible difference.
-COLORS = 192
-# With more runs than this, the lines of single runs are thinner and paler.
-MANY_LINES = 24
-# An axis is linear if the ratio of its ends is smaller than this, because a log axis would have too few ticks.
-FEWEST_LOG_RATIO = 5
+# Figures ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
