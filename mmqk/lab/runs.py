@@ -309,7 +309,7 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
     if not fork and (parent := forked.get("parent")) is not None:
         fork = {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}
     seed = record.get("identity", {}).get("seed", 0) if seed is None else seed
-    known = {key: record[key] for key in ("id", "code", "identity", "details") if key in record}
+    known: dict[str, Any] = {key: record[key] for key in ("id", "code", "identity", "details") if key in record}
     known |= {key: entry[key] for key in ("family", "point", "role") if entry.get(key)}
     known |= {"status": status, "remarks": tuple(notes), "fork": fork, "forked": forked, "data": data}
     return Run(path, name, arm, seed, **known)

@@ -130,8 +130,11 @@ class FamilyMetric(_Quantity):
 
 def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", worst: End = "high") -> Metric:
     """Return the metric that measures the end of a series of probes: the median of the last three."""
-    end = math.inf if worst == "high" else -math.inf
-    return Metric(label, unit, scale, worst, lambda run, m=None: probes.end_of(series(run, m), end), series)
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return probes.end_of(series(run, modality), math.inf if worst == "high" else -math.inf)
+
+    return Metric(label, unit, scale, worst, measure, series)
 
 
 def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
