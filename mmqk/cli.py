@@ -86,8 +86,7 @@ def _table(group: str) -> str:
         gap = " " * (WIDTH - len(example)) if len(example) <= WIDTH else f"\n  {'':{WIDTH}}"
         lines.append(f"  {example}{gap}  {purpose}")
     first = "" if group else " Start with the first three. mmqk --version prints the version."
-    lines += ["", f"Each command has --help.{first}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"Each command has --help.{first}"])
 
 
 INIT = """\

@@ -43,14 +43,6 @@ class Progress:
         """Start to measure the time per unit of work; ``done`` units are done already. Later calls do nothing."""
         self._began = self._began or (time.monotonic(), done)
 
-    def line(self, text: str, done: float | None = None, total: float | None = None) -> str:
-        """Return the text, followed by the time left if that can be estimated."""
-        if self._began is None or done is None or total is None or done <= self._began[1]:
-            return text
-        start, first = self._began
-        left = (time.monotonic() - start) / (done - first) * (total - done)
-        return f"{text} · about {clock(left)} left"
-
     def show(
         self,
         text: str,
@@ -58,7 +50,7 @@ class Progress:
         total: float | None = None,
         above: Callable[[int], RenderableType] | None = None,
     ) -> None:
-        """Show the progress now.
+        """Show the text now, followed by the time left if that can be estimated.
 
         Args:
             text: one line.
@@ -69,9 +61,11 @@ class Progress:
         self._shown = time.monotonic()
         if done is not None:
             self.begin(done)
-        line = self.line(text, done, total)
+        if self._began is not None and done is not None and total is not None and done > self._began[1]:
+            start, first = self._began
+            text += f" · about {clock((self._shown - start) / (done - first) * (total - done))} left"
         if not self.terminal:
-            print(line, file=self.stream, flush=True)
+            print(text, file=self.stream, flush=True)
             return
         from rich.console import Console, Group
         from rich.live import Live
@@ -82,7 +76,7 @@ class Progress:
             self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
             self._live.start()
         parts = [] if above is None else [above(self._live.console.width)]
-        self._live.update(Group(*parts, Text(line, no_wrap=True, overflow="ellipsis")), refresh=True)
+        self._live.update(Group(*parts, Text(text, no_wrap=True, overflow="ellipsis")), refresh=True)
 
     def close(self, last: str = "") -> None:
         """Remove the display from a terminal; then print the line ``last``, if given."""
