@@ -162,9 +162,7 @@ METRICS = {
     "final_loss": _loss("final loss", "loss"),
     "final_excess": _loss("final excess", "excess"),
     "final_log_z": Metric("final log Z", "nats", "linear", "high", outcomes.final_log_z, outcomes.log_z_series, True),
-    "loss_rise": Metric(
-        "rise of the held-out loss", "nats", "linear", "high", outcomes.loss_rise, alone(outcomes.loss_rise), True
-    ),
+    "loss_rise": Metric("rise of the held-out loss", "nats", "linear", "high", outcomes.loss_rise, by_modality=True),
     "final_norm": probed("last-layer output norm", probes.combined("final_norm")),
     "q_norm": probed("query norm", probes.combined("q_norm")),
     "k_norm": probed("key norm", probes.combined("k_norm")),
