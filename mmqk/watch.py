@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from mmqk.lab.runner.watch import Follow, follow, runs_table
-from mmqk.store import NoRun, OneSentenceParser, UserError
+from mmqk.store import NoRun, OneSentenceParser
 
 DESCRIPTION = """\
 Show runs while they train: losses by modality, the largest attention logits and norms with their layers, alarms,
@@ -24,7 +24,7 @@ examples:
   mmqk watch runs/demo/mixed-0123456789    one arm
   mmqk watch --once runs/cpu/0123456789    print one run once"""
 
-SHORTEST_SECONDS = 0.2
+SECONDS = 1.0  # between updates
 NARROWEST = 60
 
 
@@ -38,11 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of grids, of arms or of runs")
     text = "print one frame and end (the default without a terminal or on a dumb terminal)"
     parser.add_argument("--once", action="store_true", help=text)
-    text = "seconds between updates (default: 1)"
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help=text)
     options = parser.parse_args(argv)
-    if not options.every >= SHORTEST_SECONDS:
-        raise UserError(f"--every is {options.every}: give at least {SHORTEST_SECONDS} seconds")
     console = Console()
     if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # cannot redraw
         views = [run.look() for run in follow(options.runs)]
@@ -62,5 +58,5 @@ def main(argv: list[str] | None = None) -> int:
                 live.update(runs_table(views, max(NARROWEST, console.width)), refresh=True)
                 if all(view.ended for view in views):
                     break
-            time.sleep(options.every)
+            time.sleep(SECONDS)
     return 0

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +27,15 @@ from mmqk.inspection.views import IdDecoder, Viewer, originals
 from mmqk.lab import formatting as report
 from mmqk.lab.formatting import listed, nats, number, plural
 from mmqk.store import find_file, without_roots
-from mmqk.store.formatting import text_table
+from mmqk.store.formatting import percent, text_table
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
 
-def percent(share: float) -> str:
-    """Format a share in percent."""
-    return f"{number(100 * share)} %"
-
-
 TEMPLATES = Path(__file__).parent / "templates"
 FILTERS: dict[str, Callable[..., str]] = {
-    "percent": percent,
+    "percent": partial(percent, digits=3),
     "number": number,
     "value": lambda v: number(v, digits=4) if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v,
     "thousands": lambda value: "–" if value is None else f"{value:,}",
@@ -55,9 +51,7 @@ SLOT_WORDS = {
 }
 
 
-def inspect(
-    run: RunConfig, sequences: int, tokens: int, command: str, name: str = ""
-) -> tuple[dict[str, Any], list[str]]:
+def inspect(run: RunConfig, sequences: int, tokens: int, command: str, name: str) -> tuple[dict[str, Any], list[str]]:
     """Read the first sequences of a run and describe them.
 
     Args:
@@ -80,10 +74,10 @@ def inspect(
     shown = min(sequences, plain["run_sequences"])
     batch = data.builder.batch([data.order.row(i) for i in range(shown)], documents=True)
     total = sum(targets.values())
-    shares = listed([f"{percent(count / total)} {name}" for name, count in targets.items()])
+    shares = listed([f"{percent(count / total, 3)} {name}" for name, count in targets.items()])
     summary = (
         f"Read: the first {plain['sequences']:,} of the run's {plural(plain['run_sequences'], 'sequence')}, with"
-        f" {plural(total, 'target')}; {percent(plain['padding'])} of the positions are padding."
+        f" {plural(total, 'target')}; {percent(plain['padding'], 3)} of the positions are padding."
     )
     content = {
         "name": name,
@@ -107,7 +101,7 @@ def statistics_rows(plain: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
     """Return the table of statistics: label, note, and one cell per modality."""
     table: list[tuple[str, str, Callable[[str, dict[str, Any]], str]]] = [
         ("targets", "predicted tokens that were read", lambda m, s: f"{plain['targets'][m]:,}"),
-        ("share", "of all targets", lambda m, s: percent(s["share"])),
+        ("share", "of all targets", lambda m, s: percent(s["share"], 3)),
         ("ids used", "of the block", lambda m, s: f"{s['used']:,} of {s['block']:,}"),
         ("uniform", "ln of the block size, nats per token", lambda m, s: nats(math.log(s["block"]))),
         ("sample", "tokens of the estimates below", lambda m, s: f"{s['tokens']:,}"),
@@ -185,15 +179,11 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
     """
     order, layout = data.order, data.builder.layout
     total = run.trainer.max_steps * run.data.batch_size
-    rows, fresh, left = [], [], tokens
-    for index in range(total):
-        row = order.row(index)
-        rows.append(row)
-        if order.is_fresh(index):
-            fresh.append(row)
-        left -= len(row.ids)
-        if left <= 0:
-            break
+    rows, left = [], tokens
+    while left > 0 and len(rows) < total:
+        rows.append(order.row(len(rows)))
+        left -= len(rows[-1].ids)
+    fresh = [row for i, row in enumerate(rows) if order.is_fresh(i)]
     targets = {name: count for name, count in count_targets(rows, layout).items() if count}
     total_targets = max(1, sum(targets.values()))
     slots = Counter(order.mixture.draw(i).slot for i in range(len(rows)))

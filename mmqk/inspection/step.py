@@ -178,7 +178,12 @@ def inspect_step(
     losses: list[dict[str, float]] = [{} for _ in numbers]
     weights = f"no losses: no checkpoint before step {step} is left; name one with --from"
     if path is not None:
-        losses, weights = _measured(path, run, batch)
+        content = load_checkpoint(path, "name another one after --from")
+        model, trained = model_of(content), content.get("global_step", "?")
+        if list(model.config.vocab_sizes.items()) != list(run.model.vocab_sizes.items()):
+            raise UserError(f"The vocabulary of {path} is not that of the run: name another one after --from.")
+        losses = losses_of(model, batch, run.data.documents_apart)
+        weights = f"losses (nats per token, fp32, no dropout) with the weights of step {trained}"
     record = _record(run, data, batch, numbers, losses)
     loudest = sorted(range(len(numbers)), key=lambda b: -max(losses[b].values(), default=0))[:shown]
     chosen = sorted(loudest)
@@ -189,10 +194,9 @@ def inspect_step(
         view["facts"] = " · ".join([view["facts"], *loss, *where])
     spread = run.trainer.processes > 1 or run.trainer.accumulate_grad_batches > 1
     rows = _rows(record, names, path is not None, spread)
-    title = f"Step {step} reads sequences {numbers[0]} to {numbers[-1]}"
-    page = {
+    page: dict[str, Any] = {
         "name": "" if folder is None else folder.parent.name,
-        "title": title,
+        "title": f"Step {step} reads sequences {numbers[0]} to {numbers[-1]}",
         "summary": f"{weights[:1].upper()}{weights[1:]}.",
         "rows": [],
         "samples": rows,
@@ -201,7 +205,7 @@ def inspect_step(
     }
     plain_record = {"step": step, "weights": None if path is None else str(path), "sequences": record}
     files = {"index.html": report.render("inspect.html", page, TEMPLATES, FILTERS), "step.json": plain_record}
-    return files, [title, weights, "", *text_table(rows, set(range(len(rows[0]))))]
+    return files, [page["title"], weights, "", *text_table(rows, set(range(len(rows[0]))))]
 
 
 def _record(
@@ -224,17 +228,6 @@ def _record(
     ]
 
 
-def _measured(path: Path, run: RunConfig, batch: TokenBatch) -> tuple[list[dict[str, float]], str]:
-    """Return the losses of a checkpoint, and a sentence on its weights."""
-    content = load_checkpoint(path, "name another one after --from")
-    model = model_of(content)
-    if list(model.config.vocab_sizes.items()) != list(run.model.vocab_sizes.items()):
-        raise UserError(f"The vocabulary of {path} is not that of the run: name another one after --from.")
-    at = content.get("global_step", "?")
-    weights = f"losses (nats per token, fp32, no dropout) with the weights of step {at}"
-    return losses_of(model, batch, run.data.documents_apart), weights
-
-
 def step_batch(run: RunConfig, data: TokenDataModule, position: Position, step: int) -> TokenBatch:
     """Return all sequences of a step over all micro-batches and ranks, in order, with document numbers."""
     patch = named_function(run.data.patch) if run.data.patch else None
@@ -251,13 +244,10 @@ def losses_of(model: EarlyFusionTransformer, batch: TokenBatch, documents_apart:
     chunk = max(1, LOGITS_AT_ONCE // (batch.ids_BT.shape[1] * model.config.vocab_size))
     found = []
     for at in range(0, len(batch.ids_BT), chunk):
-        part = slice(at, at + chunk)
-        documents_BT = batch.document_BT[part] if documents_apart and batch.document_BT is not None else None
-        logits_BTV = model(batch.ids_BT[part], batch.modality_BT[part], documents_BT)
-        ce_BT = F.cross_entropy(logits_BTV.float().transpose(1, 2), batch.targets_BT[part], reduction="none")
-        for ce_T, mask_T, modality_T in zip(
-            ce_BT, batch.target_mask_BT[part], batch.target_modality_BT[part], strict=True
-        ):
+        part = batch._map(lambda t, at=at: t[at : at + chunk] if t.ndim else t)  # type: ignore[misc]
+        logits_BTV = model(part.ids_BT, part.modality_BT, part.document_BT if documents_apart else None)
+        ce_BT = F.cross_entropy(logits_BTV.float().transpose(1, 2), part.targets_BT, reduction="none")
+        for ce_T, mask_T, modality_T in zip(ce_BT, part.target_mask_BT, part.target_modality_BT, strict=True):
             of_modality = {name: ce_T[mask_T & (modality_T == m)] for m, name in enumerate(names)}
             found.append({name: float(ce_N.mean()) for name, ce_N in of_modality.items() if len(ce_N)})
     return found
@@ -271,8 +261,7 @@ def _rows(record: list[dict[str, Any]], names: list[str], has_losses: bool, spre
         place = [str(entry["sequence"]), *[str(entry["micro_batch"]), str(entry["rank"])] * spread]
         losses = [plain(entry["loss"][name], 4) if name in entry["loss"] else "–" for name in names]
         counts = [*(str(entry["tokens"][name]) for name in names), *(losses if has_losses else [])]
-        for n, sample in enumerate(entry["samples"]):
-            first = n == 0
-            rows.append([*(place if first else [""] * len(place)), sample["kind"], sample["shard"], sample["key"],
-                         *(counts if first else [""] * len(counts))])  # fmt: skip
+        for sample in entry["samples"]:
+            rows.append([*place, sample["kind"], sample["shard"], sample["key"], *counts])
+            place, counts = [""] * len(place), [""] * len(counts)
     return rows

@@ -28,8 +28,7 @@ from mmqk.monitors.formulas.attention import (
     logit_growth,
     participation,
 )
-from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs
-from mmqk.monitors.formulas.reduce import Sums, output_statistics, selection, sums
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, Sums, output_statistics, selection, sums
 from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store.metrics import tag as uncached_tag
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmqk.monitors.formulas.attention import AttentionStatistics, attention_rank
-from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, visible_pairs
 from tests.monitors import brute_force
 
 B, H, T, K, M = 2, 3, 30, 4, 3

@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call
 
 from mmqk.monitors.formulas.weights import product_update_rank
-from mmqk.monitors.own.gradients import sharpness
+from mmqk.monitors.own.callback import sharpness
 from tests.monitors.test_halves import make_batch, make_model, parts
 
 LR, BETAS, EPS, STEPS = 0.01, (0.9, 0.95), 1e-8, 3
@@ -38,7 +38,7 @@ def test_an_update_in_one_direction_has_rank_1_and_one_that_is_not_finite_has_no
 
 
 def test_sharpness_equals_the_hessian_written_out(monkeypatch):
-    monkeypatch.setattr("mmqk.monitors.own.gradients.MOVED", 1e-7)  # in fp64: no error of the differences
+    monkeypatch.setattr("mmqk.monitors.own.callback.MOVED", 1e-7)  # in fp64: no error of the differences
     torch.manual_seed(0)
     model, batch = make_model(), make_batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS)

@@ -13,7 +13,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors.formulas.reduce import selection
 from mmqk.monitors.formulas.weights import absorption
-from mmqk.monitors.own.gradients import gradient_agreement
+from mmqk.monitors.own.callback import gradient_agreement
 from mmqk.monitors.own.probe import residual_absorption
 
 NAMES = ("text", "image")

@@ -12,10 +12,9 @@ import torch
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import probe
-from mmqk.monitors.formulas import pairs as pairs_module
+from mmqk.monitors.formulas import reduce
 from mmqk.monitors.formulas.attention import AttentionStatistics
-from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.formulas.reduce import output_statistics, selection
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, output_statistics, selection, visible_pairs
 from tests.monitors import brute_force
 
 NAMES = ("text", "image")
@@ -121,7 +120,7 @@ CHUNKS = [*((name, 2**24) for name in VARIANTS), *((name, 500) for name in ("non
 
 @pytest.mark.parametrize(("name", "chunk"), CHUNKS)
 def test_probe_equals_brute_force(name, chunk, monkeypatch):
-    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reduce, "CHUNK_ELEMENTS", chunk)
     model, batch = make_model(**VARIANTS[name]), make_batch()
     measured = {k: v for k, v in probe(model, batch).flat().items() if not k.startswith("attn_logit_bound")}
     expected = expected_of(model, batch)
@@ -267,7 +266,7 @@ def test_nan_of_one_modality_does_not_spread_to_the_other():
 
 @pytest.mark.parametrize("chunk", [2**24, 500])
 def test_a_sequence_of_padding_alone_adds_nothing(chunk, monkeypatch):
-    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reduce, "CHUNK_ELEMENTS", chunk)
     model, batch = make_model(), make_batch(pad=0)
     valid_BT = batch.valid_BT.clone()
     valid_BT[-1] = False

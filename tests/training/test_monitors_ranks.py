@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mmqk.data.batch import TokenBatch
-from mmqk.monitors.own.gradients import gradient_agreement
+from mmqk.monitors.own.callback import gradient_agreement
 from mmqk.monitors.own.updates import BudgetWindow
 from tests.training.ranks import free_port
 from tests.training.toy import module_of, toy_batch

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmqk.monitors.formulas.pairs import HIDDEN
+from mmqk.monitors.formulas.reduce import HIDDEN
 
 # Values of an additive mask up to this one hide a key; larger values are a bias. It is above the usual -1e4, which
 # bf16 rounds to -9984. Logits can outgrow a value above `HIDDEN`, so the key then gets attention (`Call.masked`).

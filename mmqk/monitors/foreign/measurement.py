@@ -24,7 +24,7 @@ from mmqk.monitors.foreign.layers import Stream
 from mmqk.monitors.foreign.ranks import agreed
 from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.foreign.trace import Origin
-from mmqk.monitors.formulas.pairs import Pairs
+from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.monitors.modules import layer_numbers, layer_of
 
 # Keys that no query should attend to, as in ``attn_mass_padding``: those that a finite additive mask hides, padding,

@@ -21,7 +21,7 @@ from mmqk.monitors.collect import Collector, StatisticPart
 from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import Inputs, named_tensors, valid_tokens
 from mmqk.monitors.foreign.trace import Origin
-from mmqk.monitors.formulas.pairs import Pairs
+from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.monitors.modalities import Modalities, Modality, check_name
 from mmqk.store.errors import UserError
 from mmqk.store.metrics import parse_tag

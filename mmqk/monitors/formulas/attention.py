@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmqk.monitors.formulas import pairs as pairs_module
-from mmqk.monitors.formulas.pairs import Chunk, Mask, Pairs
-from mmqk.monitors.formulas.reduce import Sums, sum_of_squares, sums
+from mmqk.monitors.formulas import reduce
+from mmqk.monitors.formulas.reduce import Chunk, Mask, Pairs, Sums, sum_of_squares, sums
 
 TAIL = 1e-3  # share of the pairs above the p999 logit
 GROUP = 32
@@ -323,7 +322,7 @@ def attention_rank(
     """
     q, k = scale * q_BHTK.float(), k_BHSK.float()
     B, H = q.shape[:2]
-    at_once = max(1, pairs_module.CHUNK_ELEMENTS // pairs.visible_BTS[0].numel())
+    at_once = max(1, reduce.CHUNK_ELEMENTS // pairs.visible_BTS[0].numel())
     sinks: Sequence[Tensor | None] = [None] * H if sink_H is None else sink_H.float().split(at_once)
     ranks: list[Tensor] = []
     for start in range(0, B, max(1, at_once // H)):

@@ -13,8 +13,7 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.model.backends import documents_of
 from mmqk.model.linear import through
 from mmqk.model.transformer import Observer
-from mmqk.monitors.formulas.pairs import visible_pairs
-from mmqk.monitors.formulas.reduce import kind_of, selection
+from mmqk.monitors.formulas.reduce import kind_of, selection, visible_pairs
 
 
 def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Observer], Tensor]) -> str | None:

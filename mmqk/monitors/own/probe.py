@@ -20,8 +20,7 @@ from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, Observer, capped, evaluation_mode
 from mmqk.monitors.collect import NORM_SITES, Collector, Statistics
-from mmqk.monitors.formulas.pairs import Pairs, visible_pairs
-from mmqk.monitors.formulas.reduce import Sums, selection
+from mmqk.monitors.formulas.reduce import Pairs, Sums, selection, visible_pairs
 from mmqk.monitors.formulas.weights import absorption
 from mmqk.store.metrics import tag
 

@@ -178,7 +178,7 @@ def watch_in_terminal(folder, terminal="xterm"):
     """Start `mmqk watch` in a terminal; return the process and the end of the terminal to read from."""
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": terminal, "COLUMNS": "100", "LINES": "40"}
-    command = [sys.executable, "-m", "mmqk", "watch", "--every", "0.2", str(folder)]
+    command = [sys.executable, "-m", "mmqk", "watch", str(folder)]
     # Tests that run in the background inherit an ignored SIGINT.
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment, preexec_fn=listens)
