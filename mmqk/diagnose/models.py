@@ -28,7 +28,7 @@ from mmqk.interop.folders import read_huggingface
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import evaluation_mode
 from mmqk.monitors import attach
-from mmqk.monitors.modules import clean, tensors_in
+from mmqk.monitors.adapters import clean, tensors_in
 from mmqk.store import UserError
 from mmqk.store.errors import reason_of
 

@@ -23,7 +23,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import ByModality, SigmaLinear
 from mmqk.model.norms import L2Norm, Norm
 from mmqk.model.transformer import Block
-from mmqk.monitors.modules import layer_of
+from mmqk.monitors.adapters import layer_of
 from mmqk.store import UserError
 from mmqk.store.errors import reason_of
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mmqk.checkpoint import PREFIX, newest_checkpoint
 from mmqk.model.ranges import allow_patch, named_function
-from mmqk.monitors.modules import clean
+from mmqk.monitors.adapters import clean
 from mmqk.store import UserError, read_json
 from mmqk.store.checkpoint_files import check_digest
 from mmqk.store.errors import reason_of

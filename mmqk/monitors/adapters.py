@@ -1,4 +1,5 @@
-"""Adapters: tables of the tensors that a probe reads in addition to the attention calls, by module name.
+"""Modules of any model: their paths and the layers that these name, the model inside its wrappers, and adapters: tables
+of the tensors that a probe reads in addition to the attention calls, by module name.
 
 Without an adapter a probe measures q, k, v and the attention logits at every attention call, and the residual stream
 where `foreign.layers.Stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A tensor at a
@@ -8,15 +9,74 @@ module is called a site (`Site`). A site that an adapter lists replaces the dete
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.modules import clean
+# Parts of module paths that wrappers add.
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 
-SiteName = Literal["attn_in", "q_raw", "k_raw", "attn_out", "mlp_out", "resid", "final"]
+
+def clean(path: str) -> str:
+    """Return a module's path without the parts that wrappers add (torch.compile, Fabric, FSDP, ...)."""
+    return _WRAPPERS.sub("", path).lstrip(".")
+
+
+_FIRST_NUMBER = re.compile(r"(?:(.*?)\.)??(\d+)(?=\.|$)")
+_NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")  # a path up to its last integer
+
+
+def layer_of(path: str) -> tuple[str, int] | None:
+    """Return the path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn;
+    None if the path has no integer."""
+    found = _FIRST_NUMBER.match(path)
+    return None if found is None else (found[1] or "", int(found[2]))
+
+
+def block_of(path: str) -> str:
+    """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the whole path if it has
+    no integer."""
+    found = _NUMBERED.match(path)
+    return path if found is None else found[0]
+
+
+def layer_numbers(paths: Sequence[str]) -> list[int]:
+    """Return the layer number of each call: the first integer of its path.
+
+    If a path has no integer, or two paths have the same first integer, all calls are numbered in call order.
+    """
+    layers = [layer_of(path) for path in paths]
+    numbers = [layer[1] for layer in layers if layer is not None]
+    return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile, DistributedDataParallel and DataParallel. The wrapper of FSDP1 stays,
+    because it gathers the weights."""
+    while True:
+        inner = vars(module)["_modules"].get("_orig_mod")
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = module.module
+        if inner is None:
+            return module
+        module = inner
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's parameters."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
 
 
 @dataclass(frozen=True)
@@ -32,15 +92,10 @@ class Site:
         take: selects a part of that tensor, such as one third of a fused projection.
     """
 
-    name: SiteName
+    name: Literal["attn_in", "q_raw", "k_raw", "attn_out", "mlp_out", "resid", "final"]
     module: str
     of: Literal["input", "output"] = "output"
     take: Callable[[Tensor], Tensor] | None = None
-
-    def tensor(self, module_input: Tensor | None, output: Tensor | None) -> Tensor | None:
-        """Return this site's tensor, given the first input and the output of its module."""
-        tensor = module_input if self.of == "input" else output
-        return self.take(tensor) if tensor is not None and self.take is not None else tensor
 
 
 @dataclass(frozen=True)
@@ -98,11 +153,10 @@ ADAPTERS = (
 def adapter_for(model: nn.Module) -> Adapter | None:
     """Return the adapter for the layers of a transformers or timm model, limited to these layers; None if there is
     none."""
-    types = {  # fully_shard replaces the class of a module with a subclass
-        clean(path): next(x for x in type(module).__mro__ if not x.__module__.startswith("torch.distributed."))
-        for path, module in model.named_modules()
-    }
-    names = {path: f"{kind.__module__}.{kind.__qualname__}" for path, kind in types.items()}
+    names: dict[str, str] = {}
+    for path, module in model.named_modules():  # fully_shard replaces the class of a module with a subclass
+        kind = next(x for x in type(module).__mro__ if not x.__module__.startswith("torch.distributed."))
+        names[clean(path)] = f"{kind.__module__}.{kind.__qualname__}"
     for adapter in ADAPTERS:
         layers = frozenset(path for path, name in names.items() if re.fullmatch(adapter.layer, name))
         if layers:

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmqk.distributed import first_of_ranks, rank, summed, world_size
-from mmqk.monitors.adapters import Adapter, adapter_for
+from mmqk.monitors.adapters import Adapter, adapter_for, unwrapped
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.inputs import Inputs, LastCall
 from mmqk.monitors.foreign.layers import Layers
-from mmqk.monitors.foreign.output import Log, Output, missing_series, restored_note, summary_parts, warn_of_absent
+from mmqk.monitors.foreign.measurement import agreed
+from mmqk.monitors.foreign.output import Log, Output, missing_series, summary_parts, warn_of_absent
 from mmqk.monitors.foreign.probe import Prober
-from mmqk.monitors.foreign.ranks import agreed
 from mmqk.monitors.foreign.sides import Sides, check_sides
 from mmqk.monitors.foreign.steps import Losses, Optimizers, Updates
 from mmqk.monitors.modalities import Modality, modalities_of
-from mmqk.monitors.modules import unwrapped
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
+from mmqk.store.formatting import some
 
 # The first probe runs at this step at the latest: early enough to report a user error soon, late enough to time the
 # steps before it.
@@ -308,10 +308,9 @@ class Watch:
         several ranks."""
         from mmqk.monitors.preflight.reading import fingerprint, read_calls
 
-        if world_size() > 1:
-            return ""
         with contextlib.suppress(Exception):  # a model may refuse a forward pass with gradients in evaluation mode
-            seen = read_calls(call, None if call.ids is not None else self.prober.modalities)
+            modalities = None if call.ids is not None else self.prober.modalities
+            seen = read_calls(call, modalities) if world_size() == 1 else []
             read = [x.call for x in seen if x.call is not None]
             scales = ", ".join(sorted({f"{x.scale:.3g}" for x in read}))
             caps = ", ".join(sorted({"none" if x.softcap is None else f"{x.softcap:g}" for x in read}))
@@ -331,7 +330,10 @@ class Watch:
             prober, tokens = self.prober, dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
             parts = summary_parts(self.layers, tokens, prober.records, seconds, step_seconds, self.every_n_steps)
-            parts += [restored_note(prober.changed), self._attention_note(call), prober.modalities.origin]
+            if prober.changed:
+                changed = some(sorted(prober.changed), 1)
+                parts.append(f"changed by the forward and restored after the probe: {changed}")
+            parts += [self._attention_note(call), prober.modalities.origin]
             parts.append(missing_series(values, prober.modalities.names))
             print(f"mmqk: {' · '.join(filter(None, parts))}", flush=True)
             if not prober.modalities.origin:

@@ -18,16 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmqk.distributed import world_size
-from mmqk.monitors.formulas.attention import (
-    GROWTH_PARTS,
-    AttentionStatistics,
-    attention_rank,
-    common_mode,
-    exceeded_by_one_in_a_thousand,
-    growth_parts,
-    logit_growth,
-    participation,
-)
+from mmqk.monitors.formulas import attention as formulas
 from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, Sums, output_statistics, selection, sums
 from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store.metrics import tag as uncached_tag
@@ -263,28 +254,28 @@ class Collector:
             softmax: whether the weights are the softmax of these logits; if not, entropy, mass and rank are left out.
             sink_H: logit of each head's sink, or None.
         """
-        statistics = AttentionStatistics(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
+        statistics = formulas.AttentionStatistics(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
         self._logits(layer, None, statistics, softmax)
         for head in range(q_BHTK.shape[1]) if self.heads else ():
             q, k = q_BHTK[:, head : head + 1], k_BHSK[:, head : head + 1]
             sink_1 = None if sink_H is None else sink_H[head : head + 1]
-            of_head = AttentionStatistics(q, k, scale, pairs.one_head, softcap, sink_1)
+            of_head = formulas.AttentionStatistics(q, k, scale, pairs.one_head, softcap, sink_1)
             self._logits(layer, head, of_head, softmax)
         visible_sq_MMH = statistics.square / scale**2
-        growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, visible_sq_MMH)
+        growth = formulas.logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, visible_sq_MMH)
         self._statistics.add(
-            [t for part in GROWTH_PARTS for t in self._pair_tags(f"logit_{part}", layer)],
+            [t for part in formulas.GROWTH_PARTS for t in self._pair_tags(f"logit_{part}", layer)],
             growth,
             lambda raw: (
-                growth_parts(raw).flatten(),
+                formulas.growth_parts(raw).flatten(),
                 # If all queries or keys of a head are 0, the logarithm does not exist.
-                (raw["visible"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(GROWTH_PARTS)),
+                (raw["visible"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(formulas.GROWTH_PARTS)),
             ),
         )
-        self._statistics.add_means(self._tags("k_common", layer), common_mode(k_BHSK, self.selected_MBT))
+        self._statistics.add_means(self._tags("k_common", layer), formulas.common_mode(k_BHSK, self.selected_MBT))
         if softmax:
             if (rank_HB := statistics.rank) is None:
-                rank_HB = attention_rank(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
+                rank_HB = formulas.attention_rank(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
             self._rank(layer, rank_HB, pairs)
 
     def weights(
@@ -307,6 +298,7 @@ class Collector:
                 weight: they are part of the entropy, of the entropy of the masses as one more block, and of the rank.
         """
         hidden_BTS, T = ~pairs.visible_BTS, pairs.visible_BTS.shape[1]
+        reach = [(slice(0, T), T)] if "hidden" in leaks else pairs.reach
         empty_BT1 = hidden_BTS.all(-1, keepdim=True)
         counted_MBT = pairs.token_MBT & (pairs.visible_BTS.sum(-1) >= FEWEST_KEYS)
         of_leaks = {kind: Sums(*self.count_M.new_zeros(2, len(self.names))) for kind in leaks}
@@ -332,7 +324,7 @@ class Collector:
             sums_FM.append(torch.where(counted_MBT, torch.stack(values)[:, None], 0.0).sum((2, 3)))
             weight_BTS = weight_BTS.masked_fill(empty_BT1, 0.0)
             weight_BTS = weight_BTS / weight_BTS.amax((1, 2), keepdim=True)  # a sink can leave them all near 0
-            ranks_1B.append(participation(weight_BTS[None], [(slice(0, T), T)] if "hidden" in leaks else pairs.reach))
+            ranks_1B.append(formulas.participation(weight_BTS[None], reach))
         sum_FM = torch.stack(sums_FM).sum(0)
         count_FM = (counted_MBT.sum((1, 2)).float() * n_heads).expand_as(sum_FM)
         self._rows(layer, None, Sums(count_FM, sum_FM), pairs.count_MM, weights=True)
@@ -342,7 +334,7 @@ class Collector:
             self._statistics.add_means(self._tags("sink_mass", layer), Sums(count_FM[-1].clone(), sum_FM[-1]))
         self._rank(layer, torch.cat(ranks_1B), pairs)
 
-    def _logits(self, layer: int, head: int | None, statistics: AttentionStatistics, softmax: bool) -> None:
+    def _logits(self, layer: int, head: int | None, statistics: formulas.AttentionStatistics, softmax: bool) -> None:
         count_P = statistics.count.flatten().float()
         self._statistics.add(
             [*self._pair_tags("attn_logit_max", layer, head), *self._pair_tags("attn_logit_absmax", layer, head)],
@@ -352,7 +344,7 @@ class Collector:
         self._statistics.add(
             self._pair_tags("attn_logit_p999", layer, head),
             {"tail": pad_sequence(statistics.tail, padding_value=-torch.inf), "count": count_P},
-            lambda raw: (exceeded_by_one_in_a_thousand(raw["tail"], raw["count"]), raw["count"]),
+            lambda raw: (formulas.exceeded_by_one_in_a_thousand(raw["tail"], raw["count"]), raw["count"]),
         )
         self._rows(layer, head, statistics.rows, statistics.count, logits=True, weights=softmax)
         if statistics.sink is not None:

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqk.monitors.adapters import unwrapped
 from mmqk.monitors.foreign.inputs import Inputs
-from mmqk.monitors.modules import unwrapped
 from mmqk.store.errors import UserError
 from mmqk.store.formatting import some
 from mmqk.store.metrics import tag
 
-Ranges = range | Sequence[range]
 # Id ranges of each modality except text, or a function from the inputs to (B, T) modality numbers.
-Modality = Mapping[str, Ranges] | Callable[[Mapping[str, Any]], Tensor]
+Modality = Mapping[str, range | Sequence[range]] | Callable[[Mapping[str, Any]], Tensor]
 
 _IMAGE_CODES = ("IMGIMG", "<|visual token")  # how the names of image codes begin in Chameleon and in Emu3
 

@@ -21,7 +21,7 @@ from mmqk.model.backends import keep_graphs
 from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Observer, compile_blocks, evaluation_mode
-from mmqk.monitors.own.bad_site import first_bad_site
+from mmqk.monitors.own.probe import first_bad_site
 from mmqk.monitors.own.updates import UpdateMonitor
 from mmqk.store import UserError
 from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from mmqk.checkpoint import CheckpointError, check_run, read_checkpoint, save_checkpoint
 from mmqk.config.training import CheckpointConfig
 from mmqk.distributed import first_of_ranks, largest
-from mmqk.monitors.own.bad_site import first_bad_state
+from mmqk.monitors.own.probe import first_bad_state
 from mmqk.store import MetricsWriter, RunFolder, UserError, disk_sentence
 from mmqk.store.checkpoint_files import PARTIAL_SUFFIX, checkpoint_name, checkpoints_in, set_aside, step_of, strays_in
 

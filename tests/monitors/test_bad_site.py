@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.monitors.own.bad_site import first_bad_site
+from mmqk.monitors.own.probe import first_bad_site
 
 IDS_BT = torch.tensor([[0, 1, 9, 2, 10, 3], [4, 11, 5, 12, 6, 0]])
 VALID_BT = torch.tensor([[True] * 6, [True] * 5 + [False]])

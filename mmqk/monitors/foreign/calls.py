@@ -305,7 +305,6 @@ _OPERATORS: dict[str, Callable[..., Call]] = {
     "flash_attn::_flash_attn_varlen_forward": of_flash_varlen,
     "torch_attn::_varlen_attn": of_torch_varlen,
 }
-_OF_FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale")
 
 
 @cache
@@ -313,11 +312,12 @@ def reader_of(func: Any) -> tuple[Callable[..., Call], tuple[str, ...]] | None:
     """Return the function that reads this torch function, and the names of its arguments; None if it is not
     an attention function."""
     if isinstance(func, torch._ops.HigherOrderOperator):
-        return (of_flex, _OF_FLEX) if func.name() == "flex_attention" else None
+        names = ("query", "key", "value", "score_mod", "block_mask", "scale")
+        return (of_flex, names) if func.name() == "flex_attention" else None
     if func is F.scaled_dot_product_attention:
         func = torch.ops.aten.scaled_dot_product_attention
     if isinstance(func, torch._ops.OpOverloadPacket):
         func = getattr(func, func.overloads()[0])
-    schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
-    reader = None if schema is None else _OPERATORS.get(schema.name)
-    return None if schema is None or reader is None else (reader, tuple(x.name for x in schema.arguments))
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.name not in _OPERATORS:
+        return None
+    return _OPERATORS[func._schema.name], tuple(x.name for x in func._schema.arguments)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
+from mmqk.monitors.adapters import block_of, clean, layer_numbers, tensors_in
 from mmqk.monitors.foreign import calls
 from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import by_name
@@ -30,7 +31,6 @@ from mmqk.monitors.foreign.isolate import replace
 from mmqk.monitors.foreign.layers import Layers, Stream
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins
-from mmqk.monitors.modules import block_of, clean, layer_numbers, tensors_in
 
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
@@ -62,7 +62,7 @@ class Capture(TorchFunctionMode):
         self.origins = origins
         self.stream = Stream(origins, lambda x: measurement.is_stream(x, origins.of(x)), lambda: measurement.main_calls)
         self.layout = Layout(rows)
-        self.by_hand = ByHand(self.layout, self._may_be_tokens)
+        self.by_hand = ByHand(self.layout, origins)
         self.modules: dict[str, nn.Module] = {}
         self.softmaxes: set[str] = set()
         self.products: set[str] = set()
@@ -104,10 +104,6 @@ class Capture(TorchFunctionMode):
         return out
 
     # Attention written with softmax and matmul
-
-    def _may_be_tokens(self, x: Tensor) -> bool:
-        origin = self.origins.of(x)
-        return origin is None or bool(origin.inputs)
 
     def _softmax(self, x: Tensor) -> None:
         is_square = x.ndim >= 3 and x.shape[-1] == x.shape[-2] == self.tokens > 1 and not self.by_hand.has(x)
@@ -314,10 +310,7 @@ def _within(path: str, outer: str) -> bool:
 
 def _read_eager(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Call:
     """Read a call of an ``eager_attention_forward``."""
-    try:
-        named = by_name(forward, (module, *args), kwargs)
-    except TypeError as error:
-        raise NotMeasured(str(error)) from error
+    named = by_name(forward, (module, *args), kwargs)
     if not {"module", "query", "key", "value"} <= named.keys():
         parameters = ", ".join(named)
         raise NotMeasured(f"its attention function takes {parameters}, not module, query, key and value")
@@ -328,9 +321,8 @@ def _read_eager(forward: Callable[..., Any], module: nn.Module, *args: Any, **kw
 def watching(capture: Capture) -> Iterator[None]:
     """Pass every torch function, module and attention call of transformers inside the context to ``capture``."""
     with ExitStack() as stack:
-        hook = nn_module.register_module_forward_pre_hook(capture._enter_module)
-        stack.callback(hook.remove)
-        stack.callback(nn_module.register_module_forward_hook(capture._leave_module, always_call=True).remove)
+        stack.enter_context(nn_module.register_module_forward_pre_hook(capture._enter_module))
+        stack.enter_context(nn_module.register_module_forward_hook(capture._leave_module, always_call=True))
         _patch_transformers(capture, stack)
         _patch_mmqk(capture, stack)
         _patch_flex(stack)

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from mmqk.monitors.adapters import unwrapped
 from mmqk.monitors.foreign.calls import MASKED, documents_of_positions
 from mmqk.monitors.foreign.isolate import copied, is_object
-from mmqk.monitors.modules import unwrapped
 from mmqk.store.errors import UserError
 
 # Usual names of token ids, the most specific first.
 _IDS = ("input_ids", "ids_BT", "ids", "token_ids", "tokens", "idx", "x", "inputs", "input")
 # Inputs with these words in their names are not token ids.
 _NOT_IDS = {"mask", "masks", "label", "labels", "target", "targets"}
-_WRAPPER = "_fsdp_wrapped_module"
 # Packages whose objects are no batches: numbers, block masks, caches.
 _NO_BATCH = {"builtins", "torch", "transformers", "numpy"}
 
@@ -141,7 +140,7 @@ class Inputs:
     @property
     def _forward(self) -> Callable[..., Any]:
         module = self.root
-        while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
+        while (inner := vars(module)["_modules"].get("_fsdp_wrapped_module")) is not None:
             module = unwrapped(inner)
         return module.forward
 
@@ -154,12 +153,9 @@ class Inputs:
             for name, x in named_tensors(self.named)
             if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
         ]
-        for usual in _IDS:
-            for name, x in matrices:
-                if name == usual:
-                    return name, x
+        usual = [(name, x) for of in _IDS for name, x in matrices if name == of]
         others = [(name, x) for name, x in matrices if not _NOT_IDS & set(name.split("_"))]
-        return others[0] if len(others) == 1 else None
+        return usual[0] if usual else others[0] if len(others) == 1 else None
 
     @cached_property
     def rows(self) -> int:
@@ -310,10 +306,6 @@ def tokens_of_pairs(visible_BTS: Tensor) -> tuple[Tensor, bool]:
     return valid_BT, bool((valid_BT & ~seen_BT & (later_BT < position_S)).any())
 
 
-# Prefix of the inputs that belong to images or videos, and the fields of a transformers config with their token id.
-_VISION = {"image": ("image_token_id", "image_token_index"), "video": ("video_token_id", "video_token_index")}
-
-
 class UncuttableError(Exception):
     """Raised for a batch whose images cannot be assigned to its sequences; the message gives the reason."""
 
@@ -337,8 +329,9 @@ def _vision_entries(inputs: Inputs, rows: int) -> dict[int, int]:
     """
     ids, named, entries = inputs.ids, list(named_tensors(inputs.named)), dict[int, int]()
     config = getattr(inputs.root, "config", None)
-    for kind, fields in _VISION.items():
-        token = next((t for f in fields if (t := getattr(config, f, None)) is not None), None)
+    for kind in ("image", "video"):
+        fields = [getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index")]
+        token = next((x for x in fields if x is not None), None)
         if ids is None or token is None:
             continue
         counts_B = (ids[1] == token).sum(1)

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mmqk.model.transformer import evaluation_mode
-from mmqk.monitors.modules import device_of
+from mmqk.monitors.adapters import device_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OF_MODULE = vars(nn.Module()).keys()  # attributes of every module: its mode, parameters, buffers, hooks

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mmqk.monitors.adapters import block_of, clean, layer_of
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.trace import ADDITIONS, SAME_VALUES, Origins
-from mmqk.monitors.modules import block_of, clean, layer_of
 from mmqk.store import UserError
 
 
@@ -47,6 +47,8 @@ def add_matrices(statistics: Statistics, root: nn.Module, calls: Sequence[tuple[
     A tag is, for example, ``self_attn_q_proj_norm/layer03``.
 
     A matrix is a parameter with two axes that is not an embedding. Its name in the tag is its path in the layer.
+    The path of a layer is that of its call up to its first integer if these paths all differ, else up to its last
+    integer.
 
     Args:
         statistics: gets the values.
@@ -57,7 +59,11 @@ def add_matrices(statistics: Statistics, root: nn.Module, calls: Sequence[tuple[
         UserError: a layer has no matrix, or its matrices are sharded over ranks.
     """
     named: list[tuple[str, list[str], int, Tensor]] = []
-    for layer, prefix in _prefixes(calls):
+    layers = [layer_of(path) for _, path in calls]
+    prefixes = [f"{layer[0]}.{layer[1]}".lstrip(".") for layer in layers if layer is not None]
+    if len(set(prefixes)) < len(calls):
+        prefixes = [block_of(path) for _, path in calls]
+    for (layer, _), prefix in zip(calls, prefixes, strict=True):
         matrices = list(_matrices(root.get_submodule(prefix)))
         if not matrices or any(isinstance(weight, DTensor) for _, weight in matrices):
             raise UserError(
@@ -66,16 +72,6 @@ def add_matrices(statistics: Statistics, root: nn.Module, calls: Sequence[tuple[
             )
         named += [(name, [], layer, weight) for name, weight in matrices]
     statistics.add_matrices(named)
-
-
-def _prefixes(calls: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Return the number and path of each layer: the call's path up to its first integer if these paths all differ,
-    else up to its last integer."""
-    layers = [layer_of(path) for _, path in calls]
-    whole = [f"{layer[0]}.{layer[1]}".lstrip(".") for layer in layers if layer is not None]
-    if len(set(whole)) < len(calls):
-        whole = [block_of(path) for _, path in calls]
-    return [(number, prefix) for (number, _), prefix in zip(calls, whole, strict=True)]
 
 
 def _matrices(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:

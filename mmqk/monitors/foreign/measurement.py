@@ -2,6 +2,7 @@
 
 A call is self-attention if queries and keys have the same origin (`origins`), else cross-attention. A call is
 measured if its tokens belong to the main side or to a declared side (`sides`); otherwise the reason is recorded.
+The ranks agree on what they measure (`agreed`).
 
 Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim, M modalities, V vocabulary.
 """
@@ -14,18 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mmqk.monitors.adapters import Adapter
+from mmqk.distributed import summed, world_size
+from mmqk.monitors.adapters import Adapter, layer_numbers, layer_of
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens, same_document
 from mmqk.monitors.foreign.layers import Stream
-from mmqk.monitors.foreign.ranks import agreed
 from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.reduce import Pairs
-from mmqk.monitors.modules import layer_numbers, layer_of
 
 # Keys that no query should attend to, as in ``attn_mass_padding``: those that a finite additive mask hides, padding,
 # and the tokens of other packed documents.
@@ -33,9 +32,48 @@ LEAKS = ("hidden", "padding", "documents")
 _LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
 # Largest accepted difference between the weights that a call returned and the softmax of its logits.
 _WEIGHT_TOLERANCE = 0.02
+_FLAGS = 6  # most flags that the ranks agree on at a time
+_FINAL = 1000  # more than the number of ranks
 
 # Origins of the queries and of the keys of a call.
 CallOrigins = tuple[Origin | None, Origin | None]
+
+
+class ProbeError(RuntimeError):
+    """Raised if a probe failed.
+
+    Attributes:
+        is_final: whether a probe of the whole batch would fail too.
+        is_fatal: whether the other ranks cannot go on, so that the run ends.
+        is_elsewhere: whether it failed on another rank, which prints the reason.
+    """
+
+    def __init__(self, message: str, is_final: bool, is_fatal: bool = False, is_elsewhere: bool = False):
+        super().__init__(message)
+        self.is_final, self.is_fatal, self.is_elsewhere = is_final, is_fatal, is_elsewhere
+
+
+def agreed(device: torch.device, *flags: bool) -> list[bool]:
+    """Return for each of at most six flags whether it is true on any rank.
+
+    Raises:
+        ProbeError: the probe failed on another rank.
+    """
+    if world_size() == 1:
+        return list(flags)
+    values = [0.0, *map(float, flags), *[0.0] * (_FLAGS - len(flags))]
+    failed, *sums = summed(torch.tensor(values, device=device)).tolist()
+    if failed:
+        raise ProbeError("the probe failed on another rank", failed >= _FINAL, is_elsewhere=True)
+    return [bool(x) for x in sums[: len(flags)]]
+
+
+def failed_here(device: torch.device, is_final: bool) -> bool:
+    """Make `agreed` raise on every other rank, and return whether any rank's failure is final."""
+    if world_size() == 1:
+        return is_final
+    failed = float(_FINAL if is_final else 1)
+    return bool(summed(torch.tensor([failed, *[0.0] * _FLAGS], device=device))[0] >= _FINAL)
 
 
 @dataclass
@@ -126,14 +164,12 @@ class Measurement:
             if len(shape) == 4 and (shape[0], shape[2]) == tuple(self.modality_BT.shape):
                 self.main.inputs = q.inputs
         q_side, k_side = (next((side for side in self.sides if side.has(x)), None) for x in (q, k))
-        if q.inputs != k.inputs:
-            if q_side is None or k_side is None or q_side is k_side:
-                hint = "" if len(self.sides) > 1 else "; declare the other input with sides="
-                raise OtherTokens(f"cross-attention from {q} to {k}{hint}")
+        if q_side is not None and k_side is not None and (q_side is k_side) == (q.inputs == k.inputs):
             return q_side, k_side
-        if q_side is None or k_side is None:
+        if q.inputs == k.inputs:
             raise OtherTokens(f"attention over the tokens of {q}; modality describes {self.main.source}")
-        return q_side, k_side
+        hint = "" if len(self.sides) > 1 else "; declare the other input with sides="
+        raise OtherTokens(f"cross-attention from {q} to {k}{hint}")
 
     # Attention calls
 
@@ -220,8 +256,7 @@ class Measurement:
         record.no_weights = record.no_weights or ("no weights on another rank" if no_weights else None)
         if not_measured or pairs is None:
             return [0] * n, any_flags
-        counts = pairs.count_MM.flatten().to(self.device, torch.long, copy=True)
-        dist.all_reduce(counts)
+        counts = summed(pairs.count_MM.flatten().to(self.device, torch.long, copy=True))
         return counts.tolist(), any_flags
 
     def _pairs_of(self, call: Call, side: Side) -> Pairs:
@@ -257,10 +292,9 @@ class Measurement:
         layer, q, k = record.place, call.q_BHTK, call.expanded(call.k_BGSK)
         before = self._before_call.pop(self._layer_of(record.path), {}) if side is self.main else {}
         collector = side.collector
-        for name, head_dim in (("q", q.shape[-1]), ("k", k.shape[-1])):
-            raw_BTD = before.get(f"{name}_raw")
-            if raw_BTD is not None:
-                raw_BHTK = raw_BTD.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        for name, x_BHTK in (("q", q), ("k", k)):
+            if (raw_BTD := before.get(f"{name}_raw")) is not None:
+                raw_BHTK = raw_BTD.unflatten(-1, (-1, x_BHTK.shape[-1])).transpose(1, 2)
                 collector.norms(f"{name}_raw", layer, raw_BHTK)
                 if "attn_in" in before:
                     collector.norm_ratios(f"{name}_weight_gain", layer, before["attn_in"], raw_BTD)
@@ -294,7 +328,8 @@ class Measurement:
     def module(self, path: str, module_input: Tensor | None, output: Tensor | None) -> None:
         """Measure the adapter's sites at this module."""
         for site in self.adapter.at(path) if self.adapter is not None else ():
-            tensor = site.tensor(module_input, output)
+            tensor = module_input if site.of == "input" else output
+            tensor = site.take(tensor) if tensor is not None and site.take is not None else tensor
             if tensor is None or tensor.ndim < 3 or tensor.shape[:2] != self.modality_BT.shape:
                 continue
             self._sites.add(site.name)

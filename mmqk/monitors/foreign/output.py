@@ -74,11 +74,6 @@ def missing_series(tags: Collection[str], names: Collection[str]) -> str:
     return note if absent else ""
 
 
-def restored_note(changed: Collection[str]) -> str:
-    """Return a note of the state that the forward of a probe changed; empty if it changed none."""
-    return f"changed by the forward and restored after the probe: {some(sorted(changed), 1)}" if changed else ""
-
-
 def warn_of_absent(tokens: Mapping[str, int]) -> None:
     """Warn of modalities without tokens: a wrong id range is more likely than a batch without that modality."""
     absent = [name for name, n in tokens.items() if not n]

@@ -15,19 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.distributed import rank, world_size
-from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.adapters import Adapter, clean, device_of, tensors_in
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import Inputs, named_tensors
 from mmqk.monitors.foreign.isolate import isolated
 from mmqk.monitors.foreign.layers import Layers, add_matrices
-from mmqk.monitors.foreign.measurement import CallRecord, Measurement
-from mmqk.monitors.foreign.ranks import ProbeError, agreed, failed_here
+from mmqk.monitors.foreign.measurement import CallRecord, Measurement, ProbeError, agreed, failed_here
 from mmqk.monitors.foreign.sides import Side, sides_of_batch
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.formulas.reduce import kind_of
 from mmqk.monitors.modalities import Modalities
-from mmqk.monitors.modules import clean, device_of, tensors_in
 from mmqk.store.errors import UserError
 
 
@@ -100,8 +98,7 @@ class Prober:
 
         with isolated(root), ExitStack() as stack:
             for path, module in root.named_modules():
-                hook = module.register_forward_hook(lambda _, __, output, path=path: check(path, output))
-                stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_hook(lambda _, __, out, path=path: check(path, out)))
             root(*inputs.args, **inputs.kwargs)
         return found[0] if found else None
 
@@ -142,7 +139,7 @@ class Prober:
             in_forward = True
             for source in sources:
                 copy = first.copied()  # the forward may edit them
-                measurement = self._measurement(copy, modality_BT.to(device), source, world_size() > 1)
+                measurement = self._measurement(copy, modality_BT.to(device), source)
                 capture = Capture(root, rows, measurement, Origins(copy))
                 with isolated(root, one_dtype, self.autocast) as state, watching(capture):
                     output = root(*copy.args, **copy.kwargs)
@@ -203,9 +200,7 @@ class Prober:
             sources.insert(0, origin.inputs)
         return modality_BT, [*sources, None]
 
-    def _measurement(
-        self, inputs: Inputs, modality_BT: Tensor, source: frozenset[str] | None, collective: bool
-    ) -> Measurement:
+    def _measurement(self, inputs: Inputs, modality_BT: Tensor, source: frozenset[str] | None) -> Measurement:
         mask = inputs.padding(source)
         if mask is not None and mask.shape != modality_BT.shape:
             warnings.warn(
@@ -217,18 +212,17 @@ class Prober:
             document_BT = document_BT.to(modality_BT.device)
         main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask, document_BT)
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
-        return Measurement(main, others, self.adapter, collective)
+        return Measurement(main, others, self.adapter, collective=world_size() > 1)
 
     def _output_softmax(self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs) -> None:
         """Add statistics of the output softmax if the model returns logits and the target ids are known.
 
         The targets are the next tokens, so a model in which every token sees all others has none.
         """
-        if self.modalities.ranges is None or inputs.ids is None:
+        ranges = self.modalities.ranges
+        if ranges is None or inputs.ids is None or agreed(measurement.device, measurement.main.sees_all)[0]:
             return
-        if agreed(measurement.device, measurement.main.sees_all)[0]:
-            return
-        least = max((part.stop for parts in self.modalities.ranges.values() for part in parts), default=0)
+        least = max((part.stop for parts in ranges.values() for part in parts), default=0)
         logits_BTV = find_logits(output, measurement.modality_BT.shape, least, capture.root)
         if logits_BTV is None or not measurement.may_be_main(capture.origins.of(logits_BTV)):
             return
@@ -262,9 +256,9 @@ def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> 
 def next_tokens_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
     """Return (B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
     target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
-    if type(output).__module__.partition(".")[0] == "transformers":
-        for name, x in named_tensors(inputs.named):
-            if name == "labels" and x.shape == target_mask_BT.shape:
-                target_mask_BT = target_mask_BT & (x.to(valid_BT.device).roll(-1, 1) != -100)
+    labels = dict(named_tensors(inputs.named)).get("labels")
+    is_transformers = type(output).__module__.partition(".")[0] == "transformers"
+    if is_transformers and labels is not None and labels.shape == target_mask_BT.shape:
+        target_mask_BT = target_mask_BT & (labels.to(valid_BT.device).roll(-1, 1) != -100)
     target_mask_BT[:, -1] = False
     return target_mask_BT

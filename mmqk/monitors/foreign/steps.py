@@ -19,10 +19,10 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from mmqk.distributed import summed
+from mmqk.monitors.adapters import clean, layer_of, unwrapped
 from mmqk.monitors.formulas.reduce import log_z
 from mmqk.monitors.formulas.weights import gradient_over_second_moment
 from mmqk.monitors.modalities import Modalities
-from mmqk.monitors.modules import clean, layer_of, unwrapped
 from mmqk.store import UserError, tag
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -64,13 +64,16 @@ class Updates:
         self._n_clips, self._clipped = 0, torch.zeros(())
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in self.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_step) for o in self.optimizers]
-        _CLIPS.add(self._clip)
+        _CLIP_LISTENERS.append(self._clip)
+        clip_grad._clip_grads_with_norm_ = _clip_and_tell
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        _CLIPS.remove(self._clip)
+        _CLIP_LISTENERS.remove(self._clip)
+        if not _CLIP_LISTENERS:
+            clip_grad._clip_grads_with_norm_ = _CLIP
 
     # During a step
 
@@ -188,32 +191,18 @@ def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-class _Clips:
-    """Calls functions after each gradient clipping by norm: ``f(parameters, max_norm, norm)``."""
-
-    def __init__(self) -> None:
-        self._listeners: list[Callable[[list[Tensor], float, Tensor], None]] = []
-        self._clip = clip_grad._clip_grads_with_norm_  # clip_grad_norm_ calls it, however that is imported
-
-    def add(self, listener: Callable[[list[Tensor], float, Tensor], None]) -> None:
-        self._listeners.append(listener)
-        clip_grad._clip_grads_with_norm_ = self
-
-    def remove(self, listener: Callable[[list[Tensor], float, Tensor], None]) -> None:
-        self._listeners = [x for x in self._listeners if x != listener]
-        if not self._listeners:
-            clip_grad._clip_grads_with_norm_ = self._clip
-
-    def __call__(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
-    ) -> None:
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._clip(clipped, max_norm, total_norm, foreach)
-        for listener in self._listeners:
-            listener(clipped, float(max_norm), total_norm)
+_CLIP = clip_grad._clip_grads_with_norm_  # clip_grad_norm_ calls it, however that is imported
+_CLIP_LISTENERS: list[Callable[[list[Tensor], float, Tensor], None]] = []
 
 
-_CLIPS = _Clips()
+def _clip_and_tell(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+) -> None:
+    """Clip gradients by norm, and call each listener: ``f(parameters, max_norm, norm)``."""
+    clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _CLIP(clipped, max_norm, total_norm, foreach)
+    for listener in _CLIP_LISTENERS:
+        listener(clipped, float(max_norm), total_norm)
 
 
 @dataclass

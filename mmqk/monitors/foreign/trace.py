@@ -14,7 +14,7 @@ Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mmqk.monitors.adapters import tensors_in
 from mmqk.monitors.foreign.calls import MASKED, Call, NotMeasured, set_mask
 from mmqk.monitors.foreign.inputs import Inputs, named_tensors
-from mmqk.monitors.modules import tensors_in
 
 # Inputs with these words in their names are not tokens: they describe the tokens of other inputs.
 _DESCRIPTIONS = {"mask", "masks", "position", "positions", "type", "types"}
@@ -247,14 +247,14 @@ class ByHand:
 
     Args:
         layout: the order of sequences and heads in tensors with three axes.
-        may_be_tokens: returns whether a tensor may depend on tokens.
+        origins: origins of the tensors; a product with a tensor that depends on no input is no product of tokens.
 
     Attributes:
         pending: the softmaxes of products that were not multiplied by values yet.
     """
 
-    def __init__(self, layout: Layout, may_be_tokens: Callable[[Tensor], bool]):
-        self.layout, self.may_be_tokens = layout, may_be_tokens
+    def __init__(self, layout: Layout, origins: Origins):
+        self.layout, self.origins = layout, origins
         self.pending: list[Scores] = []
         self._scores = WeakTensorKeyDictionary()  # tensor -> Scores
         self._weights = WeakTensorKeyDictionary()  # attention weights -> (Scores, input of the softmax)
@@ -317,7 +317,7 @@ class ByHand:
                 return scores, self._call(scores, z, _factors(left, right, equation, is_scores=False)[1])
             except NotMeasured as reason:
                 return scores, reason
-        if any(isinstance(x, nn.Parameter) or not self.may_be_tokens(x) for x in operands):
+        if any(origin is not None and not origin.inputs for origin in map(self.origins.of, operands)):
             return None
         try:
             q, k = _factors(left, right, equation, is_scores=True)

@@ -81,7 +81,7 @@ class RunMonitor(L.Callback):
             module.update_monitor = self._update_monitor
         self._probed = trainer.global_step if trainer.global_step else -1
         if c.probe_split == "heldout" and self._probed < 0:
-            self._probe(trainer, pl_module, None)
+            self.probe_now(trainer, pl_module, None, forced=False)
 
     def on_train_batch_start(self, trainer, pl_module, batch: TokenBatch, batch_idx: int) -> None:
         if self._update_monitor is not None:
@@ -98,30 +98,28 @@ class RunMonitor(L.Callback):
             if trainer.global_step == trainer.max_steps:
                 _log(trainer, self._update_monitor.close())
         step = trainer.global_step
-        if probe_is_due(self.config, step, trainer.max_steps) and step != self._probed:
-            self._probe(trainer, pl_module, batch)
+        if probe_is_due(self.config, step, trainer.max_steps):
+            self.probe_now(trainer, pl_module, batch, forced=False)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the open window. With a held-out batch, also probe the last step of a run that ends early."""
         if self._update_monitor is not None:
             _log(trainer, self._update_monitor.close())
-        if self.config.probe_split == "heldout" and trainer.global_step != self._probed:
-            self._probe(trainer, pl_module, None)
+        if self.config.probe_split == "heldout":
+            self.probe_now(trainer, pl_module, None, forced=False)
 
-    def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
-        """Probe after this step, even if no probe is due or probes are off. There is at most one probe per step."""
-        if trainer.global_step != self._probed:
-            self._probe(trainer, pl_module, batch, forced=True)
-
-    def _probe(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, current: TokenBatch | None, forced: bool = False
+    def probe_now(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, current: TokenBatch | None, forced: bool = True
     ) -> None:
-        """Probe and log; ``current`` is the batch of the step, None before the first step and after the last."""
+        """Probe and log, at most once per step; ``forced`` also if probes are off.
+
+        ``current`` is the batch of the step, None before the first step and after the last.
+        """
         c = self.config
         module: Any = pl_module  # a TrainingModule
-        self._probed = trainer.global_step
-        if not (c.every_n_steps or forced):
+        if trainer.global_step == self._probed or not (c.every_n_steps or forced):
             return
+        self._probed = trainer.global_step
         model = module.whole_model()
         assert isinstance(model, EarlyFusionTransformer)
         values: dict[str, float] = {}

@@ -21,14 +21,7 @@ from torch.utils._pytree import tree_map_only
 from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import Block
-from mmqk.monitors.formulas.weights import (
-    AdamUpdate,
-    RadialBudget,
-    below_epsilon,
-    gradient_over_second_moment,
-    product_update_rank,
-    update_size,
-)
+from mmqk.monitors.formulas import weights as formulas
 from mmqk.monitors.own.probe import block_matrices
 from mmqk.store.metrics import tag
 
@@ -129,7 +122,7 @@ class UpdateMonitor:
             state = optimizer.state.get(p)
             if state and p.grad is not None:
                 group, step = groups[p], torch.as_tensor(state["step"], dtype=torch.float32)
-                self._sizes[name] = gradient_over_second_moment(
+                self._sizes[name] = formulas.gradient_over_second_moment(
                     p.grad, state["exp_avg_sq"], step, group["betas"][1], group["eps"]
                 )
 
@@ -142,9 +135,9 @@ class UpdateMonitor:
             state, group, name = optimizer.state.get(p), groups[p], self.named[p]
             if not state:
                 continue  # no loss has depended on this parameter yet
-            over_lr, relative = update_size(before, p.detach(), lr)
+            over_lr, relative = formulas.update_size(before, p.detach(), lr)
             step = torch.as_tensor(state["step"], dtype=torch.float32)
-            share = below_epsilon(state["exp_avg_sq"], step, group["betas"][1], group["eps"])
+            share = formulas.below_epsilon(state["exp_avg_sq"], step, group["betas"][1], group["eps"])
             self._sizes |= {
                 tag("update_rms", name): over_lr,
                 tag("update_ratio", name): relative,
@@ -155,7 +148,7 @@ class UpdateMonitor:
             k = layers["w_k", layer][0]
             if not others and q in self._before and k in self._before:  # not a copy for each modality
                 head_dim = self.model.config.head_dim
-                ranks_H = product_update_rank(self._before[q][0], q, self._before[k][0], k, head_dim)
+                ranks_H = formulas.product_update_rank(self._before[q][0], q, self._before[k][0], k, head_dim)
                 self._sizes[tag("qk_update_rank", layer=layer)] = ranks_H.amin()
         self._before = {}
 
@@ -232,7 +225,7 @@ class BudgetWindow:
         self.names, self.trained = model.config.modalities, trained
         self.matrices = watched_matrices(model)
         self.parameters = [p for weights in self.matrices.values() for p in weights]
-        self.budgets: list[RadialBudget] = []
+        self.budgets: list[formulas.RadialBudget] = []
         self.steps = 0
         self.clip_sum: Tensor | float = 0.0
         self.present_M: Tensor | None = None  # whether each modality has a part in the loss
@@ -262,7 +255,7 @@ class BudgetWindow:
             for p in self.parameters:
                 moment = optimizer.state.get(p, {}).get("exp_avg")
                 shared = moment is not None and moment.shape == p.shape
-                self.budgets.append(RadialBudget(moment.clone() if shared else None, len(self.names)))
+                self.budgets.append(formulas.RadialBudget(moment.clone() if shared else None, len(self.names)))
         self._before = [p.detach().clone() for p in self.parameters]
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self._settings = {p: {k: groups[p][k] for k in SETTINGS if k in groups[p]} for p in self.parameters}
@@ -282,7 +275,7 @@ class BudgetWindow:
                 continue
             step = torch.as_tensor(state["step"], dtype=torch.float64)
             clips = settings.pop("update_clip", False)
-            update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **settings)
+            update = formulas.AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **settings)
             if clips and p.grad is not None:
                 # The learning rate of `AdamVariant` with ``update_clip``, which scales both the step and the decay.
                 second = update.second_moment.double() / (1 - update.betas[1] ** update.step)
@@ -312,7 +305,7 @@ class BudgetWindow:
             by_modality[self.trained[-1]] = rest
         return by_modality
 
-    def _add_split(self, budget: RadialBudget, update: AdamUpdate, moments: Tensor) -> None:
+    def _add_split(self, budget: formulas.RadialBudget, update: formulas.AdamUpdate, moments: Tensor) -> None:
         """Add a step of SplitAdamW, whose state has a moment for each modality, so nothing is unattributed.
 
         `RadialBudget.add` gets the modalities' steps in place of their gradients; with betas 0, v = 0 and epsilon 1
@@ -374,7 +367,7 @@ class BudgetWindow:
         """Continue from a `state_dict`."""
         state = tree_map_only(Tensor, lambda x: x.to(self.parameters[0].device), state)
         self.steps, self.clip_sum, self.present_M = state["steps"], state["clip_sum"], state["present_M"]
-        self.budgets = [RadialBudget(None, len(self.names)) for _ in self.parameters]
+        self.budgets = [formulas.RadialBudget(None, len(self.names)) for _ in self.parameters]
         for budget, saved in zip(self.budgets, state["budgets"], strict=True):
             vars(budget).update(saved)
 

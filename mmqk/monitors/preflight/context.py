@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqk.monitors.adapters import unwrapped
 from mmqk.monitors.foreign.calls import documents_of_positions
 from mmqk.monitors.foreign.inputs import Inputs, named_tensors, valid_tokens
 from mmqk.monitors.foreign.isolate import copied, isolated
 from mmqk.monitors.foreign.probe import find_logits
 from mmqk.monitors.modalities import Modality, modalities_of
-from mmqk.monitors.modules import unwrapped
 from mmqk.monitors.preflight.reading import SeenCall, read_calls
 from mmqk.store.files import as_json
 
@@ -160,7 +160,6 @@ class Context:
         self.model, self.root, self.batch, self.optimizer = model, unwrapped(model), batch, optimizer
         self.loss = loss or self._own_loss
         self.modalities = modalities_of(model, modality)
-        self.cache: dict[str, Any] = {}  # what the checks of another file compute once
 
     # Calls of the model
 

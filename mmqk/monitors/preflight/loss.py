@@ -57,12 +57,6 @@ class Targets:
         self.nll = -log_p.gather(-1, id_BT1).squeeze(-1)
 
 
-def _targets(context: Context) -> Targets:
-    if "targets" not in context.cache:
-        context.cache["targets"] = Targets(context.first)
-    return context.cache["targets"]
-
-
 def _by_modality(context: Context, targets: Targets) -> dict[str, Tensor]:
     """Return where the targets of each modality are, (B, T), without modalities that have none."""
     modality = context.modalities
@@ -73,7 +67,7 @@ def _by_modality(context: Context, targets: Targets) -> dict[str, Tensor]:
 
 def shift(context: Context) -> Finding:
     """Targets must be the next tokens."""
-    targets, ids, T = _targets(context), context.ids_BT, context.ids_BT.shape[1]
+    targets, ids, T = Targets(context.first), context.ids_BT, context.ids_BT.shape[1]
     shares = {}
     for by in (1, 0, 2, -1):
         here, there = slice(max(0, -by), T - max(0, by)), slice(max(0, by), T + min(0, by))
@@ -91,13 +85,13 @@ def padding(context: Context) -> Finding:
     """No target is padding."""
     if context.valid_BT.all():
         raise NotChecked("the batch has no padding")
-    n = int((_targets(context).has[:, :-1] & ~context.valid_BT[:, 1:]).sum())
+    n = int((Targets(context.first).has[:, :-1] & ~context.valid_BT[:, 1:]).sum())
     return judged(n > 0, n, f"{n} targets are padding", f"set labels to {IGNORED} at padding")
 
 
 def reached(context: Context) -> Finding:
     """Every label is a target of the loss."""
-    targets, ids = _targets(context), context.ids_BT
+    targets, ids = Targets(context.first), context.ids_BT
     named = [x for name, x in named_tensors(context.batch) if name in {"label", "labels", "target", "targets"}]
     all_labels = [x for x in named if x.ndim == 2 and len(x) == len(ids)]
     by = ", ".join(f"{int(where.sum())} {name}" for name, where in _by_modality(context, targets).items())
@@ -112,7 +106,7 @@ def reached(context: Context) -> Finding:
 
 def z_loss(context: Context) -> Finding:
     """A z-loss leaves out padding."""
-    targets = _targets(context)
+    targets = Targets(context.first)
     limit = 100 * torch.finfo(context.first.by_logits_BTV.dtype).eps * float(targets.weight.max())  # type: ignore[union-attr]
     acts = targets.z.abs() > limit
     n = int((acts & ~context.valid_BT).sum())
@@ -125,7 +119,7 @@ def weights(context: Context) -> Finding:
 
     Modalities may have different weights on purpose: these are printed and not judged.
     """
-    targets, problem, words = _targets(context), "", []
+    targets, problem, words = Targets(context.first), "", []
     groups = _by_modality(context, targets)
     for name, where in groups.items():
         weight = targets.weight[where]
@@ -144,7 +138,7 @@ def weights(context: Context) -> Finding:
 
 def one_modality(context: Context) -> Finding:
     """A batch of one modality has a finite loss, and gradients that are 0 and not None."""
-    modalities, trained = context.modalities, _by_modality(context, _targets(context))
+    modalities, trained = context.modalities, _by_modality(context, Targets(context.first))
     if modalities.function or len(modalities.names) < 2:
         raise NotChecked("modality has no id ranges of two modalities")
     has_vision = any(name.startswith(_VISION) for name, _ in named_tensors(context.batch))
@@ -256,7 +250,7 @@ def ids(context: Context) -> Finding:
 
 def initial(context: Context) -> Finding:
     """The loss by modality against ln V and against the unigram entropy of the batch."""
-    targets, words, worst, logits = _targets(context), [], -math.inf, context.first.logits_BTV
+    targets, words, worst, logits = Targets(context.first), [], -math.inf, context.first.logits_BTV
     assert logits is not None
     V = int((logits[0, 0] > torch.finfo(logits.dtype).min).sum())  # Chameleon hides the logits of image ids
     for name, where in _by_modality(context, targets).items():

@@ -55,9 +55,8 @@ def no_gradient(context: Context) -> Finding:
             later = context.training_pass(context.batch).gradients
         n, silent = len(silent), [name for name in silent if is_silent(later[name])]
         if not silent:
-            return Finding(
-                "ok", 0, f"all parameters get a gradient, {n} of them when the zeros of the start have moved"
-            )
+            text = f"all parameters get a gradient, {n} of them when the zeros of the start have moved"
+            return Finding("ok", 0, text)
 
     def acts(names: Sequence[str]) -> bool:
         with perturbed(context, names):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mmqk.monitors.adapters import device_of, tensors_in
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import Inputs, UncuttableError
@@ -28,7 +29,6 @@ from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.sides import Side
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.modalities import Modalities
-from mmqk.monitors.modules import device_of, tensors_in
 
 _PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}
 ROWS = 2  # sequences of the pass that reads attention

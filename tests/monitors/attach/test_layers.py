@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmqk.monitors import attach
+from mmqk.monitors.adapters import layer_numbers, layer_of
 from mmqk.monitors.foreign.output import summary_parts
-from mmqk.monitors.modules import layer_numbers, layer_of
 from tests.monitors.attach.nets import D, H, Net, V, batches
 
 IMAGE = {"image": range(10, 40)}
