@@ -148,7 +148,6 @@ class Viewer:
         self.layout, self.decoder, self.weights, self.widths = layout, decoder, weights, widths
         self.names = list(layout.vocab_sizes)
         self.colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(self.names)}
-        self._edges = layout.edges
         self._specials = {i: SPECIALS[n] for n in SPECIAL_NAMES if (i := getattr(layout, n)) is not None}
 
     def view(self, batch: TokenBatch, b: int, originals: Mapping[int, Image.Image | None]) -> dict[str, Any]:
@@ -201,7 +200,7 @@ class Viewer:
         segment["trained"] = self.weights[name] > 0
         if decoder is not None and modality == 0:
             return segment | {"words": self._words(ids[:MOST_WORDS], decoder), "more": max(0, len(ids) - MOST_WORDS)}
-        local, block = ids - self._edges[modality], self.layout.vocab_sizes[name]
+        local, block = ids - self.layout.edges[modality], self.layout.vocab_sizes[name]
         if decoder is not None and (image := decoder.picture(ids)) is not None:
             pictures = {"codes": shaded(local, block, decoder.grid), "decoded": image, "original": original}
             return segment | {what: picture_uri(p) for what, p in pictures.items() if p is not None}

@@ -56,13 +56,10 @@ def layer_numbers(paths: Sequence[str]) -> list[int]:
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside torch.compile, DistributedDataParallel and DataParallel. The wrapper of FSDP1 stays,
     because it gathers the weights."""
-    while True:
-        inner = vars(module)["_modules"].get("_orig_mod")
-        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = module.module
-        if inner is None:
-            return module
-        module = inner
+    inner = vars(module)["_modules"].get("_orig_mod")
+    if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner = module.module
+    return module if inner is None else unwrapped(inner)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -258,8 +258,7 @@ class Watch:
         self.prober.autocast = self._last_call.autocast
         values = self.prober.probe(call).flat()
         assert self.layers is not None
-        values["attn_layers_seen"] = self.layers.seen
-        values["attn_layers_hidden"] = len(self.layers.hidden)
+        values |= {"attn_layers_seen": self.layers.seen, "attn_layers_hidden": len(self.layers.hidden)}
         if not self._summarized:
             self._print_summary(self._synchronized_time() - start, values, call)
             self._summarized = True
@@ -324,12 +323,12 @@ class Watch:
         return time.perf_counter()
 
     def _print_summary(self, seconds: float, values: dict[str, float], call: Inputs) -> None:
-        assert self.prober.tokens_M is not None and self.layers
+        assert self.prober.tokens_M is not None
         tokens_M = summed(self.prober.tokens_M)
         if rank() == 0:
             prober, tokens = self.prober, dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
-            parts = summary_parts(self.layers, tokens, prober.records, seconds, step_seconds, self.every_n_steps)
+            parts = summary_parts(prober, tokens, seconds, step_seconds, self.every_n_steps)
             if prober.changed:
                 changed = some(sorted(prober.changed), 1)
                 parts.append(f"changed by the forward and restored after the probe: {changed}")

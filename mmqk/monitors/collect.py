@@ -97,8 +97,7 @@ class Statistics:
         if not self.parts:
             return {}
         finished = [part.finish(part.raw) for part in self.parts]
-        both = torch.stack([torch.cat([f[i].float().flatten() for f in finished]) for i in (0, 1)])
-        values, counts = both.tolist()
+        values, counts = torch.stack([torch.cat([f[i].float().flatten() for f in finished]) for i in (0, 1)]).tolist()
         tags = [t for part in self.parts for t in part.tags]
         return {t: v for t, v, n in zip(tags, values, counts, strict=True) if n}
 
@@ -126,13 +125,11 @@ class Collector:
         self.count_M = self.selected_MBT.sum((1, 2)).float()
         self._statistics = Statistics()
         self._norms: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
-        self._ratios: list[tuple[list[str], Tensor, Tensor]] = []
 
     @property
     def statistics(self) -> Statistics:
         """The statistics added so far."""
         self._add_norms()
-        self._add_ratios()
         return self._statistics
 
     def _tags(self, statistic: str, layer: int | None = None, head: int | None = None) -> list[str]:
@@ -160,7 +157,8 @@ class Collector:
     def norm_ratios(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
         """Add the mean over tokens of ‖after‖ / ‖before‖, both (B, T, ...). Tokens with ‖before‖ = 0 are skipped."""
         norm_before, norm_after = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
-        self._ratios.append((self._tags(statistic, layer), norm_after / norm_before, norm_before > 0))
+        ratios = sums(norm_after / norm_before, self.selected_MBT & (norm_before > 0))
+        self._statistics.add_means(self._tags(statistic, layer), ratios)
 
     def _add_norms(self) -> None:
         """Add the N stored norms, one for each site and layer, in one batch of operations."""
@@ -181,17 +179,6 @@ class Collector:
                 torch.cat([(raw["sum"] / raw["count"]).flatten(), raw["max"].flatten()]),
                 raw["count"].flatten().repeat(2),
             ),
-        )
-
-    def _add_ratios(self) -> None:
-        if not self._ratios:
-            return
-        tags, ratios, nonzero = zip(*self._ratios, strict=True)
-        self._ratios.clear()
-        selected_MNBT = self.selected_MBT[:, None] & torch.stack(nonzero)
-        total_MN = torch.where(selected_MNBT, torch.stack(ratios), 0.0).sum((2, 3))
-        self._statistics.add_means(
-            [t for names in zip(*tags, strict=True) for t in names], Sums(selected_MNBT.sum((2, 3)).float(), total_MN)
         )
 
     def final(self, tensor: Tensor) -> None:

@@ -234,9 +234,8 @@ def isolated(root: nn.Module, full_precision: bool = True, autocast: bool = Fals
         yield state
         for module in root.modules():
             # FSDP2 keeps the root's weights gathered for the backward pass, but a probe has no backward pass.
-            reshard = getattr(module, "reshard", None)
-            if reshard is not None and hasattr(module, "unshard"):
-                reshard()
+            if hasattr(module, "unshard"):
+                module.reshard()  # type: ignore[operator]
 
 
 def _disable_autocast(device: torch.device, stack: ExitStack) -> None:

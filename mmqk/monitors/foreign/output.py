@@ -12,6 +12,7 @@ from typing import Any
 
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import CallRecord
+from mmqk.monitors.foreign.probe import Prober
 from mmqk.monitors.formulas.reduce import over_layers
 from mmqk.store import Alarm, AlarmRules, append_alarms
 from mmqk.store.alarms import truncate_alarms
@@ -25,20 +26,14 @@ Log = Callable[..., Any]  # called as log({tag: number}, step=int)
 
 
 def summary_parts(
-    layers: Layers,
-    tokens: Mapping[str, int],
-    records: Sequence[CallRecord],
-    seconds: float,
-    step_seconds: Sequence[float],
-    every_n_steps: int,
+    prober: Prober, tokens: Mapping[str, int], seconds: float, step_seconds: Sequence[float], every_n_steps: int
 ) -> list[str]:
     """Return the parts of the summary line: layers with measured attention, tokens by modality, cost of the first
     probe, and calls without statistics.
 
     Args:
-        layers: layers with and without measured attention.
+        prober: has the layers and the attention calls of the first probe.
         tokens: number of tokens of each modality.
-        records: the attention calls.
         seconds: duration of the first probe.
         step_seconds: durations of the optimizer steps so far.
         every_n_steps: steps between probes.
@@ -48,7 +43,8 @@ def summary_parts(
         share = seconds / statistics.median(step_seconds)
         cost += f", {percent(share, 3)} of a step, {percent(share / every_n_steps)} of training"
     of_modality = "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items())
-    return [_layers_part(layers, records), of_modality, cost, *_notes(records)]
+    assert prober.layers is not None
+    return [_layers_part(prober.layers, prober.records), of_modality, cost, *_notes(prober.records)]
 
 
 # Statistics that need more than the attention calls. All but the last have one value for each layer.

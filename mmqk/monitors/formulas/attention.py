@@ -333,7 +333,7 @@ def attention_rank(
             logits_BhTS = q_BhTK @ k_BhSK.mT
             if softcap is not None:
                 logits_BhTS = softcap * torch.tanh(logits_BhTS / softcap)
-            hidden_BhTS = mask.hide_(logits_BhTS)
+            hidden_BhTS = mask.zero_(logits_BhTS).add_(mask.fill)
             weight_BhTS = mask.zero_(torch.softmax(hidden_BhTS, -1))  # rows of padding become 0
             if sink_h is not None:
                 weight_BhTS *= key_shares(hidden_BhTS.logsumexp(-1) - sink_h[:, None])

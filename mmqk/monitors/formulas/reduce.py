@@ -40,11 +40,6 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         return Sums(self.count + other.count, self.sum + other.sum)
 
-    @property
-    def mean(self) -> Tensor:
-        """Mean of each modality, (M,); NaN for an absent modality, whose count is 0."""
-        return self.sum / self.count
-
 
 def selection(modality_BT: Tensor, valid_BT: Tensor, n_modalities: int) -> Tensor:
     """Return (M, B, T) bool: the valid tokens of each modality. A token has at most one modality."""
@@ -172,10 +167,6 @@ class Mask:
         """Set hidden pairs to 0."""
         x.view(torch.int32).bitwise_and_(self.keep)
         return x
-
-    def hide_(self, x: Tensor) -> Tensor:
-        """Set hidden pairs to `HIDDEN`, for a softmax."""
-        return self.zero_(x).add_(self.fill)
 
 
 class Chunk:

@@ -20,7 +20,7 @@ def probed(model, **inputs):
     watch = attach(model, modality=IMAGE)
     values = watch.probe(**(inputs or {"ids": batches(1)[0]})).flat()
     assert watch.layers is not None
-    return values, watch.layers, " · ".join(summary_parts(watch.layers, {}, watch.prober.records, 0.1, [1.0], 100))
+    return values, watch.layers, " · ".join(summary_parts(watch.prober, {}, 0.1, [1.0], 100))
 
 
 def test_layers_whose_attention_is_not_seen_are_named():

@@ -11,7 +11,7 @@ from torch import nn
 from mmqk import distributed
 from mmqk.monitors import attach, collect
 from mmqk.monitors.foreign import probe as foreign_probe
-from mmqk.monitors.foreign import ranks
+from mmqk.monitors.foreign import measurement
 from mmqk.monitors.foreign.output import summary_parts
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
@@ -69,7 +69,7 @@ def of_weights(weights, of_q, of_k, q_names, k_names, cross="", sink=False) -> d
 
 
 def summary(watch) -> str:
-    return " · ".join(summary_parts(watch.layers, {}, watch.prober.records, 0.1, [1.0], 100))
+    return " · ".join(summary_parts(watch.prober, {}, 0.1, [1.0], 100))
 
 
 def layers_in(measured) -> set[str]:
@@ -237,11 +237,11 @@ def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch
     watch = attach(model, modality=IMAGE)
     pixels = torch.randn(3, 9, D)
     alone = watch.probe(ids=ids, pixels=pixels).flat()
-    for module in (foreign_probe, ranks, distributed):
+    for module in (foreign_probe, measurement, distributed):
         monkeypatch.setattr(module, "world_size", lambda: 2)
-    monkeypatch.setattr(ranks, "summed", lambda flags: agreements.append(flags) or flags)
+    kept = {torch.long: sums, torch.float: agreements}  # counts of pairs, and flags
+    monkeypatch.setattr(measurement, "summed", lambda x: kept[x.dtype].append(x) or x)
     monkeypatch.setattr(collect.Statistics, "merged", lambda statistics: statistics)
-    monkeypatch.setattr(torch.distributed, "all_reduce", sums.append)
     assert watch.probe(ids=ids, pixels=pixels).flat() == alone
     assert sum(call.other_tokens for call in watch.prober.records) == 3
     # The ranks agree before the forward, before the statistics of the output and before they are merged, and at each
