@@ -24,12 +24,12 @@ def case(size=1.5):
     return q, k, modality_BT, visible_pairs(valid_BT, window=20)
 
 
-def by_name(rows_FM):
-    """Return the F statistics of an `AttentionStatistics` by name; offset and mass have M values, all others one."""
+def by_name(rows):
+    """Return the means of the F statistics of an `AttentionStatistics` by name; offset and mass have M values, all others one."""
     names = ["mean", "variance", "offset_variance", "spread_variance", "offset"]
     names += ["entropy", "block_entropy", "within_entropy", "mass"]
     sizes = [M if name in ("offset", "mass") else 1 for name in names]
-    return dict(zip(names, rows_FM.split(sizes), strict=True))
+    return dict(zip(names, (rows.sum / rows.count).split(sizes), strict=True))
 
 
 def without_modality(modality_BT):
@@ -43,8 +43,7 @@ def test_keys_without_a_modality_are_one_more_block_of_the_entropy(softcap):
     q, k, modality_BT, visible_BTS = case()
     modality_BT = without_modality(modality_BT)
     pairs = Pairs(modality_BT, visible_BTS, M, H)
-    sums = AttentionStatistics(q, k, 0.7, pairs, softcap).rows
-    rows = by_name(sums.sum / sums.count)
+    rows = by_name(AttentionStatistics(q, k, 0.7, pairs, softcap).rows)
     tags = {"entropy": "attn_entropy", "block_entropy": "attn_entropy_block", "within_entropy": "attn_entropy_within"}
     entropies = {f"{tag}/{a}/layer00": float(rows[name][0, a]) for name, tag in tags.items() for a in range(M)}
     # One number for all keys without a modality, and only rows that see enough keys with one.
@@ -78,7 +77,7 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
     q[..., -1] = 1.0
     k[..., -1] += 1e4
     statistics = AttentionStatistics(q, k, 1.0, Pairs(modality_BT, visible_BTS, M, H))
-    z_BHTS, variance_M = q.double() @ k.double().mT, by_name(statistics.rows.mean)["variance"][0]
+    z_BHTS, variance_M = q.double() @ k.double().mT, by_name(statistics.rows)["variance"][0]
     counted_BT = visible_BTS.sum(-1) >= FEWEST_KEYS
     for a in range(M):
         rows = [

@@ -10,8 +10,8 @@ from torch import nn
 
 from mmqk import distributed
 from mmqk.monitors import attach, collect
-from mmqk.monitors.foreign import probe as foreign_probe
 from mmqk.monitors.foreign import measurement
+from mmqk.monitors.foreign import probe as foreign_probe
 from mmqk.monitors.foreign.output import summary_parts
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
