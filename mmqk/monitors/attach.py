@@ -23,9 +23,8 @@ from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import agreed
 from mmqk.monitors.foreign.output import Log, Output, missing_series, summary_parts, warn_of_absent
 from mmqk.monitors.foreign.probe import Prober
-from mmqk.monitors.foreign.sides import Sides, check_sides
 from mmqk.monitors.foreign.steps import Losses, Optimizers, Updates
-from mmqk.monitors.modalities import Modality, modalities_of
+from mmqk.monitors.modalities import Modality, Sides, check_sides, modalities_of
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
 from mmqk.store.formatting import some

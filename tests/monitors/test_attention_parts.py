@@ -25,7 +25,7 @@ def case(size=1.5):
 
 
 def by_name(rows):
-    """Return the means of the F statistics of an `AttentionStatistics` by name; offset and mass have M values, all others one."""
+    """Return means of `AttentionStatistics.rows` by name; offset and mass have M values, all others one."""
     names = ["mean", "variance", "offset_variance", "spread_variance", "offset"]
     names += ["entropy", "block_entropy", "within_entropy", "mass"]
     sizes = [M if name in ("offset", "mass") else 1 for name in names]

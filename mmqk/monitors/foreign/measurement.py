@@ -1,7 +1,7 @@
 """Computes statistics from the attention calls that `Capture` intercepts in a third-party model.
 
 A call is self-attention if queries and keys have the same origin (`origins`), else cross-attention. A call is
-measured if its tokens belong to the main side or to a declared side (`sides`); otherwise the reason is recorded.
+measured if its tokens belong to the main side or to a declared side (`Side`); otherwise the reason is recorded.
 The ranks agree on what they measure (`agreed`).
 
 Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim, M modalities, V vocabulary.
@@ -22,9 +22,9 @@ from mmqk.monitors.adapters import Adapter, layer_numbers, layer_of
 from mmqk.monitors.collect import Statistics
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens, same_document
 from mmqk.monitors.foreign.layers import Stream
-from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.reduce import Pairs
+from mmqk.monitors.modalities import Side, cross_part, joined, padded_call
 
 # Keys that no query should attend to, as in ``attn_mass_padding``: those that a finite additive mask hides, padding,
 # and the tokens of other packed documents.

@@ -22,10 +22,9 @@ from mmqk.monitors.foreign.inputs import Inputs, named_tensors
 from mmqk.monitors.foreign.isolate import isolated
 from mmqk.monitors.foreign.layers import Layers, add_matrices
 from mmqk.monitors.foreign.measurement import CallRecord, Measurement, ProbeError, agreed, failed_here
-from mmqk.monitors.foreign.sides import Side, sides_of_batch
 from mmqk.monitors.foreign.trace import Origins
 from mmqk.monitors.formulas.reduce import kind_of
-from mmqk.monitors.modalities import Modalities
+from mmqk.monitors.modalities import Modalities, Side, sides_of_batch
 from mmqk.store.errors import UserError
 
 

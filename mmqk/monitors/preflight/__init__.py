@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmqk.monitors.modalities import Modality
 from mmqk.monitors.preflight import attention, parameters
 from mmqk.monitors.preflight import loss as losses
-from mmqk.monitors.preflight.context import Context, Finding, NotChecked, Table
+from mmqk.monitors.preflight.context import Context, Finding, Loss, NotChecked, Table
 
 __all__ = ["Finding", "Table", "preflight"]
 
@@ -52,7 +52,7 @@ CHECKS: dict[str, Callable[[Context], Finding]] = {
 def preflight(
     model: nn.Module,
     batch: Any,
-    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     modality: Modality | None = None,
 ) -> Table:

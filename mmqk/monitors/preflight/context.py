@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mmqk.monitors.adapters import unwrapped
 from mmqk.monitors.foreign.calls import documents_of_positions
@@ -25,6 +26,7 @@ from mmqk.monitors.modalities import Modality, modalities_of
 from mmqk.monitors.preflight.reading import SeenCall, read_calls
 from mmqk.store.files import as_json
 
+Loss = Callable[[nn.Module, Any], Tensor]  # from a model and a batch, to a scalar
 IGNORED = -100  # the label that a loss leaves out
 # A change is a leak from this multiple of the rounding noise.
 NOISE_FACTOR = 10
@@ -150,12 +152,7 @@ class Context:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Callable[[nn.Module, Any], Tensor] | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        modality: Modality | None = None,
+        self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: Optimizer | None, modality: Modality | None
     ):
         self.model, self.root, self.batch, self.optimizer = model, unwrapped(model), batch, optimizer
         self.loss = loss or self._own_loss

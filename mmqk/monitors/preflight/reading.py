@@ -26,9 +26,8 @@ from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import Inputs, UncuttableError
 from mmqk.monitors.foreign.isolate import isolated
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
-from mmqk.monitors.foreign.sides import Side
 from mmqk.monitors.foreign.trace import Origins
-from mmqk.monitors.modalities import Modalities
+from mmqk.monitors.modalities import Modalities, Side
 
 _PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}
 ROWS = 2  # sequences of the pass that reads attention

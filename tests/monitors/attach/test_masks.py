@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.calls import Call
-from mmqk.monitors.foreign.sides import padded_call
+from mmqk.monitors.modalities import padded_call
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import D, H, V, alibi, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, same
