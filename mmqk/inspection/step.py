@@ -185,8 +185,7 @@ def inspect_step(
         losses = losses_of(model, batch, run.data.documents_apart)
         weights = f"losses (nats per token, fp32, no dropout) with the weights of step {trained}"
     record = _record(run, data, batch, numbers, losses)
-    loudest = sorted(range(len(numbers)), key=lambda b: -max(losses[b].values(), default=0))[:shown]
-    chosen = sorted(loudest)
+    chosen = sorted(sorted(range(len(numbers)), key=lambda b: -max(losses[b].values(), default=0))[:shown])
     views = sequence_views(run, data, batch, [numbers[b] for b in chosen], chosen)
     for view, b in zip(views["sequences"], chosen, strict=True):
         where = [f"{sample['shard']} {sample['key']}" for sample in record[b]["samples"]]

@@ -25,21 +25,17 @@ def clean(path: str) -> str:
     return _WRAPPERS.sub("", path).lstrip(".")
 
 
-_FIRST_NUMBER = re.compile(r"(?:(.*?)\.)??(\d+)(?=\.|$)")
-_NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")  # a path up to its last integer
-
-
 def layer_of(path: str) -> tuple[str, int] | None:
     """Return the path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn;
     None if the path has no integer."""
-    found = _FIRST_NUMBER.match(path)
+    found = re.match(r"(?:(.*?)\.)??(\d+)(?=\.|$)", path)
     return None if found is None else (found[1] or "", int(found[2]))
 
 
 def block_of(path: str) -> str:
     """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the whole path if it has
     no integer."""
-    found = _NUMBERED.match(path)
+    found = re.match(r"(.*\.)?\d+(?=\.|$)", path)
     return path if found is None else found[0]
 
 

@@ -143,10 +143,9 @@ class Collector:
         """Add mean and maximum over tokens (and heads) of the L2 norm of the last axis; ``tensor`` is (B, [H,] T,
         ...)."""
         norm = torch.linalg.vector_norm(tensor.float(), dim=-1)
-        heads = norm.shape[1] if norm.ndim == 3 else 1
-        total_BT, max_BT = (norm.sum(1), norm.amax(1)) if norm.ndim == 3 else (norm, norm)
+        norm_BHT = norm if norm.ndim == 3 else norm[:, None]
         tags = self._tags(f"{site}_norm", layer), self._tags(f"{site}_norm_max", layer)
-        self._norms.append((*tags, total_BT, max_BT, heads))
+        self._norms.append((*tags, norm_BHT.sum(1), norm_BHT.amax(1), norm_BHT.shape[1]))
 
     def gate(self, layer: int, gate_BTHK: Tensor) -> None:
         """Add the mean of an output gate over heads and channels, and the share of its values below `CLOSED`."""

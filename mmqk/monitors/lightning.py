@@ -49,15 +49,14 @@ class NormMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)
 
-        options = {**self.options, "optimizer": trainer.optimizers if self.options.get("optimizer") else None}
+        optimizer = trainer.optimizers if self.options.get("optimizer") else None
+        options = {"max_steps": max(trainer.max_steps, 0), **self.options, "optimizer": optimizer}
         self.watch = attach(module, log=log, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the step that a resumed run starts from."""
         assert self.watch is not None
         self.watch.steps = self._step = trainer.global_step
-        if not self.options.get("max_steps"):
-            self.watch.output.rules.max_steps = max(trainer.max_steps, 0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count a step if the batch ended one; with gradient accumulation several batches make one step."""

@@ -42,11 +42,10 @@ class NormCallback(TrainerCallback):
             model = trainer.model_wrapped  # FSDP's wrapper gathers the weights
             kinds = tuple(get_reporting_integration_callbacks(args.report_to))
             self._reporters = [c for c in trainer.callback_handler.callbacks if type(c) in kinds]
-        options = {**self.options, "optimizer": kwargs["optimizer"] if self.options.get("optimizer") else None}
+        optimizer = kwargs["optimizer"] if self.options.get("optimizer") else None
+        options = {"max_steps": state.max_steps, **self.options, "optimizer": optimizer}
         self.watch = attach(model, log=self._store, **options)
         self.watch.steps = state.global_step
-        if not self.options.get("max_steps"):
-            self.watch.output.rules.max_steps = state.max_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Probe if a probe is due, and log its values as `Trainer.log` does, but without printing them."""

@@ -9,7 +9,6 @@ modules whose attention is written in another way are reported.
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,8 +30,6 @@ from mmqk.monitors.foreign.isolate import replace
 from mmqk.monitors.foreign.layers import Layers, Stream
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins
-
-_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 class Capture(TorchFunctionMode):
@@ -114,9 +111,9 @@ class Capture(TorchFunctionMode):
     def _product(self, args: Any, out: Any) -> None:
         """Record a product of two activations that may be attention logits, because it is a token-by-token matrix."""
         factors = [x for x in tensors_in(args) if not isinstance(x, nn.Parameter) and x.ndim >= 3]
-        if self.tokens < 2 or not isinstance(out, Tensor) or len(factors) < 2:
+        if self.tokens < 2 or len(factors) < 2 or factors[-2].shape[-1] < 2 or not isinstance(out, Tensor):
             return
-        if factors[-2].shape[-1] < 2 or list(out.shape).count(self.tokens) < 2:
+        if list(out.shape).count(self.tokens) < 2:
             return
         q, k = (self.origins.of(x) for x in factors[-2:])
         if q and k and q.inputs and k.inputs and q.inputs != k.inputs:
@@ -279,7 +276,7 @@ class Capture(TorchFunctionMode):
         for path, module in self.modules.items():
             is_attention = type(module) in self.attention_types or isinstance(module, nn.MultiheadAttention)
             name = getattr(module, "original_name", type(module).__name__)  # the first is that of a scripted module
-            is_named = _ATTENTION.search(name) and block_of(path) not in blocks
+            is_named = ("attention" in name.lower() or "attn" in name.lower()) and block_of(path) not in blocks
             if (is_attention or path in self.products or is_named) and not any(
                 _within(path, call) or _within(call, path) for call in calls
             ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +81,6 @@ def _matrices(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield full.removesuffix("_weight"), weight
 
 
-_NORM = re.compile("norm", re.IGNORECASE)
-_NORM_FUNCTIONS = {"layer_norm", "rms_norm"}
 # Largest number of terms of one layer. A longer sum spans several layers and would keep all their outputs in memory.
 _MAX_TERMS = 8
 
@@ -158,7 +155,7 @@ class Stream:
             for by_tensor in (self._terms, self._call_of_layer):
                 if (entry := by_tensor.get(args[0])) is not None:
                     by_tensor[out] = entry
-        elif name in _NORM_FUNCTIONS:
+        elif name in ("layer_norm", "rms_norm"):
             self._norm(args[0], out)
         elif out is args[0] and name.endswith("_"):  # written in place
             self._terms.pop(out, None)
@@ -206,7 +203,7 @@ class Stream:
         A numbered module is a layer if it has one attention call and its output is its input plus other terms. The
         final norm may also follow blocks without an attention call, such as an MLP or a state-space model.
         """
-        is_norm = _NORM.search(type(module).__name__) and not any(True for _ in module.children())
+        is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
         if module_input is not None and output is not None and is_norm:
             self._norm(module_input, output)
         if not self._running or self._running[-1][0] != path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,16 +122,15 @@ def _layers_part(layers: Layers, records: Sequence[CallRecord]) -> str:
 
 def _notes(records: Sequence[CallRecord]) -> list[str]:
     """Return a note for each reason why calls or their weights were not measured, and one for cross-attention."""
-    paths: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = defaultdict(list)
     for record in records:
         if record.not_measured is not None:
-            paths.setdefault(f"not measured ({record.not_measured})", []).append(record.path)
+            paths[f"not measured ({record.not_measured})"].append(record.path)
             continue
         if record.cross:
-            paths.setdefault("cross-attention measured", []).append(record.path)
+            paths["cross-attention measured"].append(record.path)
         if record.no_weights is not None:
-            note = f"without entropy, mass and rank ({record.no_weights})"
-            paths.setdefault(note, []).append(record.path)
+            paths[f"without entropy, mass and rank ({record.no_weights})"].append(record.path)
     return [f"{note}: {some(of_note, 1)}" for note, of_note in paths.items()]
 
 

@@ -110,8 +110,7 @@ def below_epsilon(second_moment: Tensor, step: int | Tensor, beta2: float, eps: 
         beta2: decay of v.
         eps: Adam's epsilon.
     """
-    corrected = second_moment.float() / (1 - beta2**step)
-    return (corrected.sqrt() < eps).float().mean()
+    return ((second_moment.float() / (1 - beta2**step)).sqrt() < eps).float().mean()
 
 
 def gradient_over_second_moment(
