@@ -188,7 +188,6 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
     total_targets = max(1, sum(targets.values()))
     slots = Counter(order.mixture.draw(i).slot for i in range(len(rows)))
     filled = sum(len(row.ids) for row in rows)
-    dropped = {k: read_header(f).dropped for k, f in folders_of(run.data).items() if is_token_folder(f)}
     plain: dict[str, Any] = {
         "data": {k: v for k, v in asdict(run.data).items() if k != "dial" or "dial" in run.data.family},
         "seed": run.seed,
@@ -210,7 +209,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
             if places
         ],
         "sources": _sources(run, data, total),
-        "dropped": dropped,
+        "dropped": {k: read_header(f).dropped for k, f in folders_of(run.data).items() if is_token_folder(f)},
     }
     if "dial" in run.data.family:
         dial = Dial(run.data.dial)

@@ -196,8 +196,7 @@ class Viewer:
         that are cut from ``words`` or ``ids``.
         """
         name, decoder = self.names[modality], self.decoder
-        segment = {"modality": name, "tokens": len(ids), "color": self.colors[name]}
-        segment["trained"] = self.weights[name] > 0
+        segment = {"modality": name, "tokens": len(ids), "color": self.colors[name], "trained": self.weights[name] > 0}
         if decoder is not None and modality == 0:
             return segment | {"words": self._words(ids[:MOST_WORDS], decoder), "more": max(0, len(ids) - MOST_WORDS)}
         local, block = ids - self.layout.edges[modality], self.layout.vocab_sizes[name]

@@ -274,10 +274,9 @@ def joined(of_q: Side, of_k: Side) -> Side:
     outside_BS = (modality_BS < 0) | (modality_BS >= len(of_k.names))
     of_queries_BT = modality_BT.masked_fill(modality_BT >= len(of_q.names), -1)
     of_keys_BS = (modality_BS + len(of_q.names)).masked_fill(outside_BS, -1)
-    both = Side(f"{of_q.name} to {of_k.name}", of_q.names + of_k.names, None)
-    both.modality_BT = torch.cat([of_queries_BT, of_keys_BS], 1)
-    both.padding_BT = torch.cat([valid_BT, valid_BS], 1)
-    return both
+    modality_BU, valid_BU = torch.cat([of_queries_BT, of_keys_BS], 1), torch.cat([valid_BT, valid_BS], 1)
+    name, names = f"{of_q.name} to {of_k.name}", of_q.names + of_k.names
+    return Side(name, names, None, modality_BT=modality_BU, padding_BT=valid_BU)
 
 
 def padded_call(call: Call) -> Call:

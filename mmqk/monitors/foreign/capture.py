@@ -61,9 +61,7 @@ class Capture(TorchFunctionMode):
         self.layout = Layout(rows)
         self.by_hand = ByHand(self.layout, origins)
         self.modules: dict[str, nn.Module] = {}
-        self.softmaxes: set[str] = set()
-        self.products: set[str] = set()
-        self.cross_products: set[str] = set()
+        self.softmaxes, self.products, self.cross_products = set[str](), set[str](), set[str]()
         self.attention_types: set[type[nn.Module]] = set()
         # Running modules, outermost first: path, module and its first input.
         self._running: list[tuple[str, nn.Module, Tensor | None]] = [("", root, None)]

@@ -119,8 +119,7 @@ class Measurement:
         self.modality_BT, self.valid_BT = main.tokens
         self.device = self.modality_BT.device
         self.adapter = adapter
-        self.records: list[CallRecord] = []
-        self.main_calls: list[int] = []
+        self.records, self.main_calls = list[CallRecord](), list[int]()
         self.main_used = main.inputs is None
         self._paths: list[str] = []  # module of each call and each adapter's site, by its place
         self._crossed: dict[tuple[str, str], tuple[Side, Side, Side]] = {}

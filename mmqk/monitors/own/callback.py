@@ -180,7 +180,8 @@ def gradient_agreement(
     Args:
         model: its parameters ``blocks.N...`` belong to layer N.
         batch: has at least 2 sequences.
-        loss_parts: returns the loss of each modality's targets, computed with ``model`` as in training.
+        loss_parts: returns the part of a batch's loss from each modality's targets, (M,), divided by the batch's
+            `step_targets`, computed with ``model`` as in training.
 
     Raises:
         ValueError: the batch has one sequence.
