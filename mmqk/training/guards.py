@@ -20,8 +20,7 @@ from mmqk.model import EarlyFusionTransformer, RowStats
 from mmqk.model.backends import documents_of
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Block
-from mmqk.monitors.formulas.pairs import CHUNK_ELEMENTS, visible_pairs
-from mmqk.monitors.formulas.reduce import selection
+from mmqk.monitors.formulas.reduce import CHUNK_ELEMENTS, selection, visible_pairs
 from mmqk.store import tag
 
 ADAGC_DECAY = 0.98
