@@ -106,5 +106,5 @@ def test_positions_that_begin_after_left_padding_are_no_packed_documents():
     mask = (ids != PAD).long()
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # 1, 1, 1, 0, 1, 2, ... as transformers writes them
     batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    assert Context(case.model, batch).document_BT is None
-    assert Context(case.model, case.packed).document_BT is not None
+    assert Context(case.model, batch, None, None, None).document_BT is None
+    assert Context(case.model, case.packed, None, None, None).document_BT is not None
