@@ -55,10 +55,10 @@ def test_a_factor_that_starts_at_0_is_no_complaint():
 def test_a_leak_to_the_document_after_the_next_is_found():
     case = sound("plain")
     batch = case.packed | {"document_ids": (torch.arange(T) // (T // 3)).expand(4, T)}
-    assert documents(Context(case.model, batch, case.loss)).result == "ok"
+    assert documents(Context(case.model, batch, case.loss, None, None)).result == "ok"
 
     def leak(module, args, x):
         x[:, 2 * T // 3 :] += 0.1 * x[:, : T // 3].mean(1, keepdim=True)
 
     case.embedding.register_forward_hook(leak)
-    assert documents(Context(case.model, batch, case.loss)).result == "FAILED"
+    assert documents(Context(case.model, batch, case.loss, None, None)).result == "FAILED"
