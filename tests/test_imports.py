@@ -136,7 +136,7 @@ RULES = {
     ),
     "interop": Rule(
         ("mmqk.interop",), mmqk=("mmqk.interop", "mmqk.model", "mmqk.store"), never=("transformers", "lightning"),
-        leave_out=("mmqk.interop.folders", "mmqk.interop.card", "mmqk.interop.surgery"),  # need a run
+        leave_out=("mmqk.interop.folders", "mmqk.interop.surgery"),  # need a run
     ),
     "config": Rule(
         ("mmqk.config",), then=RESOLVE,

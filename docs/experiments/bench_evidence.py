@@ -18,8 +18,8 @@ import numpy as np
 
 from mmqk import load_runs
 from mmqk.bench.evidence import FILE, SPACINGS, evidence, nearest, shape
-from mmqk.bench.facts import RULES, compared, departures, facts, scaled, scores, together
-from mmqk.bench.kinds import SETTLED, findings
+from mmqk.bench.kinds import findings
+from mmqk.bench.rules import FACTS, SETTLED, compared, departures, facts, scaled, scores, together
 from mmqk.bench.traces import Trace, alarms_in, labelled, metrics_table, outcomes, split_hash
 from mmqk.lab.metrics.outcomes import final_loss
 from mmqk.store import AlarmRules, parse_tag, write_atomic
@@ -105,16 +105,16 @@ def near() -> dict[str, Any]:
 
 
 def shown() -> dict[str, dict[str, int]]:
-    """Return for each plain fact of `mmqk.bench.facts` the judged runs with a fault that show it (``hits`` of
+    """Return for each plain fact of `mmqk.bench.rules` the judged runs with a fault that show it (``hits`` of
     ``faults``), and the healthy ones (``accused`` of ``healthy``)."""
     judged = [trace for trace in bench() if trace.side == "judge"]
     names = {trace.run.name: {fact.name for fact in facts(trace.metrics)} for trace in judged}
     healthy = sum(trace.healthy for trace in judged)
     counts = {}
-    for rule in RULES:
-        having = [trace for trace in judged if rule.name in names[trace.run.name]]
+    for name in FACTS:
+        having = [trace for trace in judged if name in names[trace.run.name]]
         accused = sum(trace.healthy for trace in having)
-        counts[rule.name] = {
+        counts[name] = {
             "hits": len(having) - accused, "faults": len(judged) - healthy, "accused": accused, "healthy": healthy,
         }  # fmt: skip
     return counts

@@ -2,9 +2,8 @@
 
 faults    what is planted
 traces    runs with their labels, when they fail, and what a change does to failing runs
-rules     candidate rules; score: how often they are right
+rules     candidate rules, plain facts, and series that leave their range; score: how often the rules are right
 kinds     signs of a kind of fault
-facts     plain facts, and series that leave their range
 evidence  the rates of all these for ``mmqk diagnose``, and the nearest failure
 """
 
@@ -37,33 +36,26 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     from mmqk import load_runs
+    from mmqk.bench import kinds, score, traces
+    from mmqk.bench.rules import BASELINES, CANDIDATES
+    from mmqk.model.ranges import allow_patch, named_function
 
     runs = [*load_runs(options.runs)]
     if options.outcomes:
-        from mmqk.bench.kinds import what_fails_first
-        from mmqk.bench.traces import outcomes, outcomes_table
-
-        table = outcomes(runs)
+        table = traces.outcomes(runs)
         scores: list[Any] = table.to_dict("records")
-        text = f"{outcomes_table(table)}\n\n{what_fails_first(runs)}"
+        text = f"{traces.outcomes_table(table)}\n\n{kinds.what_fails_first(runs)}"
     else:
-        from mmqk.bench import kinds, score
-        from mmqk.bench.rules import BASELINES, CANDIDATES
-        from mmqk.bench.traces import LASTING, labelled, split_hash
-        from mmqk.model.ranges import allow_patch, named_function
-
         try:
-            for name in options.rule:
-                allow_patch(name)
-            own = [named_function(name) for name in options.rule]
+            own = [named_function(name) for name in options.rule if allow_patch(name)]
         except ValueError as error:
             raise UserError(f"--rule: {error}") from error
-        traces = labelled(runs, options.labels)
+        labelled = traces.labelled(runs, options.labels)
         known = {} if options.thresholds is None else score.thresholds(options.thresholds)
-        rows = score.table(traces, [*BASELINES, *CANDIDATES, *own], options.side, known)
-        chosen = [trace for trace in traces if trace.side == options.side]
-        head = f"{len(chosen)} runs of side {options.side}; split {split_hash(options.labels)}"
-        alarmed = [any(trace.alarms[name].any() for name in LASTING) for trace in chosen]
+        rows = score.table(labelled, [*BASELINES, *CANDIDATES, *own], options.side, known)
+        chosen = [trace for trace in labelled if trace.side == options.side]
+        head = f"{len(chosen)} runs of side {options.side}; split {traces.split_hash(options.labels)}"
+        alarmed = [any(trace.alarms[name].any() for name in traces.LASTING) for trace in chosen]
         which = [kinds.confusion(chosen, alarmed), kinds.places(chosen)]
         text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), *which])
         scores = [asdict(row) for row in rows]

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from mmqk.bench.rules import columns
+from mmqk.bench.rules import SETTLED, columns
 from mmqk.bench.traces import HEALTHY, LASTING, NONE, Label, Trace, parts_of
 from mmqk.lab.formatting import markdown_table
 from mmqk.lab.runs import Run
 from mmqk.store.metrics import parse_tag
 
 DONT_KNOW, NO_FAULT = "don't know", "no fault"
-SETTLED = 60  # first step of the readings that compare a value with earlier ones
 # Where a sign can be read. A log "from the start" begins at one of the first steps; one of "the size" of the bench is
 # at most twice as long as its runs, and its first losses (nats) are near those of the bench (7.7 to 8.4) and the zoo
 # (4.2).
@@ -58,11 +57,6 @@ def jump_after_warmup(values: pd.DataFrame) -> pd.DataFrame:
     return jump(values).loc[rises.index[~rises].min() :] if not rises.all() else jump(values).iloc[:0]
 
 
-def gain(values: pd.DataFrame) -> pd.DataFrame:
-    """The value minus the value before it."""
-    return values.diff().loc[SETTLED:]
-
-
 def drop(values: pd.DataFrame) -> pd.DataFrame:
     """The value before it divided by the value."""
     return (values.shift(1) / values).loc[SETTLED:]
@@ -73,11 +67,6 @@ def rise(values: pd.DataFrame) -> pd.DataFrame:
     return (values.rolling(5).median() - values.shift(5).rolling(50).median()).loc[SETTLED:]
 
 
-def fall(values: pd.DataFrame) -> pd.DataFrame:
-    """The median of 50 values minus that of the 5 after them."""
-    return -rise(values)
-
-
 def of_largest(values: pd.DataFrame) -> pd.DataFrame:
     """The first value divided by the largest of the first 100."""
     return values.iloc[:1] / values.iloc[:100].max()
@@ -86,11 +75,6 @@ def of_largest(values: pd.DataFrame) -> pd.DataFrame:
 def of_first(values: pd.DataFrame) -> pd.DataFrame:
     """How far the median of 20 values is below the first value, as a share of it."""
     return 1 - values.rolling(20).median() / values.bfill().iloc[0]
-
-
-def early(values: pd.DataFrame) -> pd.DataFrame:
-    """`of_first` in the first `SETTLED` steps."""
-    return of_first(values).loc[:SETTLED]
 
 
 @dataclass(frozen=True)
@@ -116,7 +100,7 @@ SIGNS = (
     Sign("rate", "lr", jump_after_warmup, 2.0, "the learning rate rose at once"),
     Sign("warm-up", "lr", of_largest, 0.5, "the learning rate began at its highest", "start"),
     Sign("optimizer", "adam_below_eps", level, 0.95, "Adam's eps is above nearly every second moment"),
-    Sign("moments", "adam_below_eps", gain, 0.1, "second moments vanished"),
+    Sign("moments", "adam_below_eps", lambda values: values.diff().loc[SETTLED:], 0.1, "second moments vanished"),
     Sign("logits", "attn_logit_absmax q_norm_max k_norm_max", cosine, 0.4,
          "the softmax scale is above that of heads with 8 channels"),
     Sign("dead", "attn_rank", drop, 4.0, "the rank of a layer's attention collapsed at once"),
@@ -125,9 +109,9 @@ SIGNS = (
     Sign("logits", "attn_logit_absmax", jump, 4.0, "the attention logits of a layer rose at once"),
     Sign("embedding", "embed_row_norm", jump, 2.0, "the embedding rows of a modality rose at once"),
     Sign("precision", "update_rms", lambda values: (values == 0).astype(float), 0.5, "an update changed nothing"),
-    Sign("targets", "loss", early, 0.35, "a loss is far below its first value before the model can have learned",
-         "size"),
-    Sign("repeats", "loss", fall, 2.0, "a loss fell at once"),
+    Sign("targets", "loss", lambda values: of_first(values).loc[:SETTLED], 0.35,
+         "a loss is far below its first value before the model can have learned", "size"),
+    Sign("repeats", "loss", lambda values: -rise(values), 2.0, "a loss fell at once"),
     Sign("leak", "loss", of_first, 0.5, "a loss is below half of its first value", "size"),
     Sign("data", "loss", rise, 0.5, "a loss rose at once, and no statistic of the model before it"),
     Sign("rate", "attn_logit_absmax", level, 500.0, "attention logits grew beyond 500", "size"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Score:
     healthy: int
     per_1000: float
     lead: float
-    kinds: dict[str, tuple[int, int]] = field(default_factory=dict)
+    kinds: dict[str, tuple[int, int]]
 
 
 def threshold_of(scores: Sequence[pd.Series]) -> float:

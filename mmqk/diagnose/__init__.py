@@ -1,23 +1,23 @@
 """Diagnoses runs that failed: logs, checkpoints and pairs of runs of other tools and of mmqk. ``mmqk diagnose``.
 
 logs         a log of any tool as one table; text: its lines, CSV and JSON; names: its columns
-findings     what a log shows, with the rates of `mmqk.bench`
-pair         where two logs part
-tensors      a checkpoint of any tool as tensors by name
+findings     what a log shows, with the rates of `mmqk.bench`, and where two logs part
+tensors      a checkpoint of any tool as tensors by name, and as a model that is probed
 projections  queries and keys of its layers; weights: bounds on logits, gains, and what grows between checkpoints
-models       probes of its model, outputs that differ between two models, and all tables of checkpoints
 experiments  forks from before a failure
 answers      the text and the page of each of these
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from pathlib import Path
 
-from mmqk.store import OneSentenceParser, UserError, write_atomic
+from mmqk.store import OneSentenceParser, UserError
 from mmqk.store.errors import named_value
-from mmqk.store.files import as_json
+from mmqk.store.files import as_json, write_folder
 
 DESCRIPTION = """\
 Say what left its range first in a run, which rules fire on its log and how often they are right on the bench of
@@ -37,27 +37,12 @@ examples:
   mmqk diagnose --model step_1000 step_2000 --batch batch.pt --modality image=4:8196"""
 
 
-def parser() -> OneSentenceParser:
-    """Return the parser of the command line."""
-    made = OneSentenceParser(prog="mmqk diagnose", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
-    add = made.add_argument
-    add("files", nargs="*", type=Path, metavar="FILE", help="a log or the folder of a run; two: failing, healthy")
-    text = "the column of a tag, loss=train/ce"
-    add("--map", type=named_value, action="append", default=[], metavar="TAG=COLUMN", help=text)
-    text = "the column of the optimizer step; with --experiments, the step of the event"
-    add("--step", metavar="COLUMN", help=text)
-    add("--model", nargs="+", default=[], type=Path, metavar="PATH", help="a checkpoint, and later ones of its run")
-    add("--batch", type=Path, metavar="FILE", help="token ids to probe the checkpoint with")
-    add("--modality", action="append", default=[], metavar="NAME=A:B", help="the ids of a modality, image=4:8196")
-    text = "the attention logit up to which growth between checkpoints is extrapolated (default: 1000)"
-    add("--limit", type=float, default=1000.0, metavar="LOGIT", help=text)
-    add("--experiments", action="store_true", help="train forks of a run of mmqk from before its failure")
-    text = "with --experiments: a field that all forks set, such as data.patch, which a fork must name again"
-    add("--set", dest="fields", type=named_value, action="append", default=[], metavar="FIELD=VALUE", help=text)
-    text = "folder for the page and diagnosis.json (default: reports/diagnosis)"
-    add("--out", type=Path, default=Path("reports/diagnosis"), metavar="FOLDER", help=text)
-    add("--json", action="store_true", help="print the content of diagnosis.json instead of the text")
-    return made
+def block_of(text: str) -> tuple[str, range]:
+    """Return the name and the ids of ``--modality image=4:8196``."""
+    match = re.fullmatch(r"([^\W\d]\w*)=(\d+):(\d+)", text)
+    if not match or int(match[2]) >= int(match[3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FIRST:END: give its ids, as in image=4:8196")
+    return match[1], range(int(match[2]), int(match[3]))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +51,23 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: a wrong command line or a file that cannot be read.
     """
-    options = parser().parse_args(argv)
+    parser = OneSentenceParser(prog="mmqk diagnose", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    add = parser.add_argument
+    add("files", nargs="*", type=Path, metavar="FILE", help="a log or the folder of a run; two: failing, healthy")
+    text = "the column of a tag, loss=train/ce"
+    add("--map", type=named_value, action="append", default=[], metavar="TAG=COLUMN", help=text)
+    add("--step", metavar="COLUMN", help="column of the optimizer step; with --experiments, step of the event")
+    add("--model", nargs="+", default=[], type=Path, metavar="PATH", help="a checkpoint, and later ones of its run")
+    add("--batch", type=Path, metavar="FILE", help="token ids to probe the checkpoint with")
+    add("--modality", type=block_of, action="append", default=[], metavar="NAME=A:B", help="ids, as in image=4:8196")
+    text = "the attention logit up to which growth between checkpoints is extrapolated (default: 1000)"
+    add("--limit", type=float, default=1000.0, metavar="LOGIT", help=text)
+    add("--experiments", action="store_true", help="train forks of a run of mmqk from before its failure")
+    text = "with --experiments: a field that all forks set, such as data.patch, which a fork must name again"
+    add("--set", dest="fields", type=named_value, action="append", default=[], metavar="FIELD=VALUE", help=text)
+    add("--out", type=Path, default=Path("reports/diagnosis"), metavar="FOLDER", help="default: reports/diagnosis")
+    add("--json", action="store_true", help="print the content of diagnosis.json instead of the text")
+    options = parser.parse_args(argv)
     if len(options.files) > 2 or not (options.files or options.model):
         raise UserError("give one log, or two to compare, or --model with a checkpoint: see mmqk diagnose --help")
     from mmqk.diagnose import answers  # it imports pandas and matplotlib
@@ -80,9 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     answer = way(options)
     text = json.dumps(as_json(answer.record), indent=1, ensure_ascii=False, allow_nan=False)
     print(text if options.json else answer.text())
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_atomic(options.out / "diagnosis.json", text + "\n")
-    write_atomic(options.out / "index.html", answer.page())
+    write_folder(options.out, {"diagnosis.json": text + "\n", "index.html": answer.page()})
     if not options.json:
         print(f"\n{options.out / 'index.html'}")
-    return int(answer.found)
+    return int(answer.record["found"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import base64
 import io
-from dataclasses import asdict, dataclass, replace
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mmqk.bench.evidence import evidence
-from mmqk.diagnose.findings import diagnose
+from mmqk.diagnose.findings import HOLD, apart, at_the_end, diagnose, gradient_growth, part
 from mmqk.diagnose.logs import Log, read_log
-from mmqk.diagnose.pair import HOLD, apart, at_the_end, gradient_growth, part
 from mmqk.lab.formatting import number, render, short
 from mmqk.lab.page.drawing import PALETTE, RC
 from mmqk.store import UserError, differing_fields, parse_tag
 from mmqk.store.formatting import plural, some, text_table
 
-TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS, MOST_LINES, WIDEST = 8, 20, 56  # departures; rows of a table; characters of a cell in the terminal
 Record = dict[str, Any]
 Section = tuple[str, list[Record], list[str]]  # title, rows of a table, notes
@@ -37,38 +36,29 @@ class Answer:
     Attributes:
         title: the first line.
         parts: the parts of the text and of the page.
-        record: the content of diagnosis.json, plain data.
-        found: whether there is a finding.
-        image: a PNG of the log.
+        record: the content of diagnosis.json, plain data; ``found`` is whether there is a finding.
+        image: a PNG of the log, in base64.
     """
 
     title: str
     parts: list[Section]
     record: Record
-    found: bool
-    image: bytes | None = None
+    image: str = ""
 
     def text(self) -> str:
         """Return the answer for the terminal; cells are cut at `WIDEST` characters, except in the last column."""
         lines = [self.title]
         for title, rows, notes in self.parts:
             lines += ["", title.upper()]
-            cut = [
-                [
-                    cell if len(cell) <= WIDEST or i == len(row) - 1 else f"{cell[: WIDEST - 1]}…"
-                    for i, cell in enumerate(map(one_line, row))
-                ]
-                for row in _cells(rows)
-            ]
+            cut = [[*(one_line(cell, WIDEST) for cell in row), one_line(last)] for *row, last in _cells(rows)]
             lines += [f"  {row.rstrip()}" for row in text_table(cut, range(len(cut[0])))] if cut else []
             lines += [f"  {one_line(note)}" for note in notes]
         return "\n".join(lines)
 
     def page(self) -> str:
         """Return the answer as one HTML file."""
-        image = None if self.image is None else base64.b64encode(self.image).decode()
         parts = [(title, _cells(rows), notes) for title, rows, notes in self.parts]
-        return render("diagnose.html", {"title": self.title, "parts": parts, "image": image}, TEMPLATES)
+        return render("diagnose.html", {**vars(self), "parts": parts}, Path(__file__).with_name("templates"))
 
 
 def _cells(rows: list[Record]) -> list[list[str]]:
@@ -77,8 +67,7 @@ def _cells(rows: list[Record]) -> list[list[str]]:
     def cell(value: Any) -> str:
         if isinstance(value, float):
             return number(value)
-        is_count = isinstance(value, int) and not isinstance(value, bool)
-        return "–" if value is None else f"{value:,}" if is_count else str(value)
+        return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
 
     return [list(rows[0]), *(list(map(cell, row.values())) for row in rows)] if rows else []
 
@@ -87,7 +76,7 @@ def of_log(options: argparse.Namespace) -> Answer:
     """Diagnose one log."""
     log = read_log(options.files[0], dict(options.map), options.step)
     found = diagnose(log)
-    return Answer(title_of(found), sections(found), found, found["found"], figure(log, found))
+    return Answer(title_of(found), sections(found), found, figure(log, found))
 
 
 def of_pair(options: argparse.Namespace) -> Answer:
@@ -117,10 +106,11 @@ def of_pair(options: argparse.Namespace) -> Answer:
 
 def of_models(options: argparse.Namespace) -> Answer:
     """Say what checkpoints show, without a batch or with one."""
-    from mmqk.diagnose.models import blocks_of, read_batch, tables_of
+    from mmqk.diagnose.tensors import read_batch
+    from mmqk.diagnose.weights import tables_of
 
     batch = None if options.batch is None else read_batch(options.batch)
-    tables, notes, found = tables_of(options.model, batch, blocks_of(options.modality) or None, options.limit)
+    tables, notes, found = tables_of(options.model, batch, dict(options.modality) or None, options.limit)
     title = f"{', '.join(map(str, options.model))}: {'a finding' if found else 'no rule fired'}"
     return _answer(title, tables, notes, found)
 
@@ -133,31 +123,27 @@ def of_experiments(options: argparse.Namespace) -> Answer:
         raise UserError("--experiments needs the folder of one run of mmqk: mmqk diagnose runs/mine --experiments")
     if options.step and not options.step.isdecimal():
         raise UserError(f"--step is {options.step}: with --experiments, give the step of the event")
-    done = run(options.files[0], int(options.step) if options.step else None, dict(options.fields))
-    notes = [
-        f"Event: {done.event.sentence}; series: {done.event.tag}.",
-        f"Forks of {done.run} from step {done.start} to {done.end}, in {done.out}.",
-        f"Sequences left out: {done.left_out}.",
-    ]
-    tables = {"experiments": done.table.reset_index(names="experiment")}
-    answer = _answer(f"Experiments on {done.run}", tables, notes, bool(done.table["outcome"][CONTROL] == "remains"))
-    return replace(answer, record=answer.record | {"event": asdict(done.event)})
+    folder = options.files[0]
+    event, table, notes = run(folder, int(options.step) if options.step else None, dict(options.fields))
+    tables, found = {"experiments": table.reset_index(names="experiment")}, table["outcome"][CONTROL] == "remains"
+    return _answer(f"Experiments on {folder}", tables, notes, bool(found), event=asdict(event))
 
 
-def _answer(title: str, tables: dict[str, pd.DataFrame], notes: list[str], found: bool) -> Answer:
-    """Return the answer of a way that finds tables."""
+def _answer(title: str, tables: dict[str, pd.DataFrame], notes: list[str], found: bool, **extra: Any) -> Answer:
+    """Return the answer of a way that finds tables; ``extra`` is for diagnosis.json alone."""
     plain: dict[str, list[Any]] = {name: table.astype(object).to_dict("records") for name, table in tables.items()}
     parts: list[Section] = []
     for name, rows in plain.items():
         more = [f"and {plural(len(rows) - MOST_LINES, 'row')} more"] if len(rows) > MOST_LINES else []
         parts += [(name, rows[:MOST_LINES], more)] if rows else []
     parts += [("notes", [], notes)] if notes else []
-    return Answer(title, parts, {"title": title, "notes": notes, "found": found, **plain}, found)
+    return Answer(title, parts, {"title": title, "notes": notes, "found": found, **plain, **extra})
 
 
-def one_line(text: object) -> str:
-    """Return a text of a file for the terminal: on one line, without control characters."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+def one_line(text: object, most: int = sys.maxsize) -> str:
+    """Return a text of a file for the terminal: on one line, without control characters, cut at ``most`` characters."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def events_of(found: Record) -> list[tuple[int, str]]:
@@ -204,22 +190,22 @@ def sections(found: Record) -> list[Section]:
     return [*parts, ("What this log cannot tell", rows, [last])]
 
 
+def _rates(hits: int, faults: int, accused: int, healthy: int) -> Record:
+    return {"faults found": f"{hits} of {faults}", "healthy accused": f"{accused} of {healthy}"}
+
+
 def _events(found: Record) -> list[Section]:
     """Return the tables of facts, departures, alarms and signs."""
-    hits, accused = "{hits} of {faults}", "{accused} of {healthy}"
     rows = [
         {"step": f["step"], "fact": f["name"], "series": f["series"], "value": f["value"], "before": f["before"],
-         "faults found": hits.format(**found["fact_rates"][f["name"]]),
-         "healthy accused": accused.format(**found["fact_rates"][f["name"]])}
+         **_rates(**found["fact_rates"][f["name"]])}
         for f in found["facts"]
     ]  # fmt: skip
     notes = [f"{f['name']}: {f['meaning']}." for f in found["facts"]] or ["None."]
     parts: list[Section] = [("Plain facts", rows, notes)]
     rows = [
         {"step": d["step"], "series": d["tag"], "value": d["value"], "its past": d["before"], "limit": d["limit"],
-         "back at": d["back"],
-         "faults found": "{} of {}".format(*found["departure_rates"][parse_tag(d["tag"]).statistic][:2]),
-         "healthy accused": "{} of {}".format(*found["departure_rates"][parse_tag(d["tag"]).statistic][2:])}
+         "back at": d["back"], **_rates(*found["departure_rates"][parse_tag(d["tag"]).statistic])}
         for d in found["departures"][:MOST_ROWS]
     ]  # fmt: skip
     note = (
@@ -230,17 +216,17 @@ def _events(found: Record) -> list[Section]:
     parts.append(("What left its range first (each series against its own past)", rows, [said]))
     rows = [
         {"step": a["step"], "alarm": a["name"], "series": a["series"], "value": a["value"],
-         "threshold": a["threshold"], "begins": f"{a['count']}×",
-         "faults found": "no such fault" if a["name"] == "non_finite" else hits.format(**a["bench"]),
-         "healthy accused": accused.format(**a["bench"]),
-         "10,000 steps": "not scored" if a["late"] is None else f"{hits}, {accused}".format(**a["late"])}
+         "threshold": a["threshold"], "begins": f"{a['count']}×", **_rates(**a["bench"]),
+         **({"faults found": "no such fault"} if a["name"] == "non_finite" else {}),
+         "10,000 steps": ", ".join(_rates(**a["late"]).values()) if a["late"] else "not scored"}
         for a in found["alarms"]
     ]  # fmt: skip
     parts.append(("Alarms", rows, [] if rows else ["No alarm fired."]))
     rows = [
         {"step": k["step"], "kind": k["kind"], "series": k["series"], "reading": k["value"], "limit": k["limit"],
          "right when named first": "{right} of {named}".format(**k["bench"]),
-         "healthy accused": accused.format(**k["bench"]), "found": "{right} of {runs}".format(**k["bench"])}
+         "healthy accused": "{accused} of {healthy}".format(**k["bench"]),
+         "found": "{right} of {runs}".format(**k["bench"])}
         for k in found["kinds"]
     ]  # fmt: skip
     notes = [f"{k['kind']}: {k['meaning']}." for k in found["kinds"]] or ["No sign of a kind of fault."]
@@ -262,8 +248,9 @@ def _near(nearest: Record) -> str:
     ).format(**rates)
 
 
-def figure(log: Log, found: Record) -> bytes | None:
-    """Draw the losses and, below, the first series that left its range and is no loss; mark what fired. PNG."""
+def figure(log: Log, found: Record) -> str:
+    """Draw the losses and, below, the first series that left its range and is no loss; mark what fired. Return a PNG
+    in base64."""
     losses = [t for t in map(str, log.metrics) if t.startswith("loss/")] or ["loss"]
     left = [(d["tag"], d["step"]) for d in found["departures"]]
     others = [tag for tag, _ in left if not tag.startswith("loss")]
@@ -284,4 +271,4 @@ def figure(log: Log, found: Record) -> bytes | None:
             axes.legend(frameon=False, loc="upper right", fontsize=9)
         png = io.BytesIO()
         FigureCanvasAgg(canvas).print_png(png, metadata={"Software": None})
-    return png.getvalue()
+    return base64.b64encode(png.getvalue()).decode()

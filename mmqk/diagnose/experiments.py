@@ -22,11 +22,12 @@ import pandas as pd
 import yaml
 
 from mmqk.bench.traces import LASTING, SMOOTH, metrics_table
-from mmqk.diagnose.findings import tables
+from mmqk.diagnose.findings import TABLES
 from mmqk.inspection.step import Position
 from mmqk.lab.runs import Run, read_runs
 from mmqk.store import UserError
 from mmqk.store.checkpoint_files import checkpoints_in, step_of
+from mmqk.store.files import write_folder
 
 SHORT = 5  # values of a median that shows an event of more than one step
 NOT_FINITE = 1e30  # stands for a value that is not finite
@@ -35,7 +36,7 @@ PAST = 50  # steps that the forks train past the event, if the run is as long
 LATE = {"rise": 50, "divergence": 50}
 BATCHES_BEFORE, MOST_BATCHES = 4, 50
 CONTROL = "same"
-ARMS: dict[str, dict[str, str]] = tables()["arms"]
+ARMS: dict[str, dict[str, str]] = TABLES["arms"]
 
 
 @dataclass(frozen=True)
@@ -58,32 +59,7 @@ class Event:
         return -1 if self.tag.startswith(("attn_entropy", "attn_rank")) else 1
 
 
-@dataclass(frozen=True)
-class Experiments:
-    """The answer.
-
-    Attributes:
-        run: the folder of the run.
-        event: the event.
-        start, end: the steps of the fork and of the end of the forks.
-        left_out: the sequences of the arm ``sequences``, as in ``--fork_skip``.
-        table: a row per arm. Columns: ``change``, ``outcome`` of the event (gone, remains or unknown), ``before``,
-            ``most`` and ``final`` (values of its series), and ``means``.
-        out: the folder of the forks.
-    """
-
-    run: Path
-    event: Event
-    start: int
-    end: int
-    left_out: str
-    table: pd.DataFrame
-    out: Path
-
-
-def run(
-    folder: Path, step: int | None = None, fields: Mapping[str, Any] | None = None, jobs: int | None = None
-) -> Experiments:
+def run(folder: Path, step: int | None, fields: Mapping[str, Any]) -> tuple[Event, pd.DataFrame, list[str]]:
     """Train the forks of a run around an event, and say in which of them the event is gone. The same call continues
     an interrupted one. The forks are in ``FOLDER-experiments/step<event>``.
 
@@ -91,7 +67,10 @@ def run(
         folder: a run folder of mmqk.
         step: step of the event; None for the first alarm that is not a spike or, without one, the first alarm.
         fields: fields that all forks set too, such as ``data.patch`` of the run, which a fork must name again.
-        jobs: forks to train at a time; None as in ``mmqk ablate``.
+
+    Returns:
+        The event; a row per arm, with the columns ``change``, ``outcome`` of the event (gone, remains or unknown),
+        ``before``, ``most`` and ``final`` (values of its series), and ``means``; and sentences on the forks.
 
     Raises:
         UserError: the folder is no run with an event, has no checkpoint before the event, or a fork failed.
@@ -105,7 +84,11 @@ def run(
     event = _event(one, step)
     start, checkpoint = _start(folder, event)
     end = min(one.planned_steps, event.step + PAST)
-    left_out = _sequences(one, metrics, event, start)
+    loud = _loud(metrics[event.tag], event)
+    earlier = loud.loc[:start].iloc[-SMOOTH:]
+    # A fork that begins at the event has no earlier values of its own.
+    before = float(earlier.median() if len(earlier) else loud.iloc[0])
+    left_out = _sequences(one, metrics, event, start, before)
     wide = not str(one.setting("trainer.precision", "32-true")).startswith("bf16")
     settings: dict[str, dict[str, Any]] = {
         CONTROL: {},
@@ -122,7 +105,7 @@ def run(
         "checkpoint.every_n_steps": 0,
         "checkpoint.at": [],
         "logging": [],
-        **(fields or {}),
+        **fields,
     }
     arms = {
         name: {"label": ARMS[name]["what"], "fork": {"checkpoint": str(checkpoint.resolve())}, "set": common | changed}
@@ -131,28 +114,24 @@ def run(
     grid = {"name": "experiments", "title": f"Experiments on {folder.name}", "base": [], "seeds": [one.seed]}
     out = folder.parent / f"{folder.name}-experiments" / f"step{event.step}"
     file = out.with_suffix(".yaml")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump({**grid, "arms": arms}, sort_keys=False), encoding="utf-8")
+    write_folder(file.parent, {file.name: yaml.safe_dump({**grid, "arms": arms}, sort_keys=False)})
     with contextlib.redirect_stdout(sys.stderr):
-        code = ablate([str(file), "--out", str(out), *([] if jobs is None else ["--jobs", str(jobs)])])
+        code = ablate([str(file), "--out", str(out)])
     if code:
         raise UserError(f"a fork in {out} failed or was interrupted: run the same command again.")
     forks = {fork.arm: metrics_table(fork).loc[start + 1 :] for fork in read_runs(out)}
-    return Experiments(folder, event, start, end, left_out, _table(forks, event, _before(metrics, event, start)), out)
+    notes = [
+        f"Event: {event.sentence}; series: {event.tag}.",
+        f"Forks of {folder} from step {start} to {end}, in {out}.",
+        f"Sequences left out: {left_out}.",
+    ]
+    return event, _table(forks, event, before), notes
 
 
-def _before(metrics: pd.DataFrame, event: Event, start: int) -> float:
-    loud = _loud(metrics[event.tag], event)
-    earlier = loud.loc[:start].iloc[-SMOOTH:]
-    # A fork that begins at the event has no earlier values of its own.
-    return float(earlier.median() if len(earlier) else loud.iloc[0])
-
-
-def _sequences(one: Run, metrics: pd.DataFrame, event: Event, start: int) -> str:
+def _sequences(one: Run, metrics: pd.DataFrame, event: Event, start: int, before: float) -> str:
     """Return the sequences of the steps from which the series is above half of its rise until it is below a quarter,
     and of a few steps before."""
     loud = _loud(metrics[event.tag].loc[: event.step + PAST], event).loc[start + 1 :]
-    before = _before(metrics, event, start)
     rise = loud.max() - before
     above = loud >= before + rise / 2
     first = int(above.idxmax()) if above.any() else event.step
@@ -163,7 +142,7 @@ def _sequences(one: Run, metrics: pd.DataFrame, event: Event, start: int) -> str
 
 
 def _table(found: Mapping[str, pd.DataFrame], event: Event, before: float) -> pd.DataFrame:
-    """Return `Experiments.table`."""
+    """Return the table of `run`."""
     rows: dict[str, dict[str, Any]] = {}
     for name in (name for name in ARMS if name in found):
         loud = _loud(found[name].get(event.tag, pd.Series(dtype=float)), event)

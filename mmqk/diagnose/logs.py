@@ -80,10 +80,9 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
         values = values[at.notna() & (at < later.reindex(values.index))]
         by_step = pd.Series(values.to_numpy(), index=steps.reindex(values.index).astype("int64"))
         null = np.isneginf(by_step)  # a null counts as NaN, unless the step has a number as well
-        twice = by_step[~null].index.duplicated(keep="last")
-        repeated = max(repeated, int(twice.sum()))
-        numbers = by_step[~null][~twice]
-        table[tag] = numbers.combine_first(by_step[null][~by_step[null].index.duplicated()] * -1)
+        numbers, nulls = by_step[~null].groupby(level=0), by_step[null].groupby(level=0)
+        repeated = max(repeated, len(by_step[~null]) - len(numbers))
+        table[tag] = numbers.last().combine_first(-nulls.last())
     if repeated:
         notes.append(f"Up to {repeated} steps are logged more than once: the last value is used.")
     metrics = pd.concat(table, axis=1).sort_index().rename_axis("step").dropna(axis=1, how="all")

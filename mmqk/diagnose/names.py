@@ -93,9 +93,8 @@ def step_of(columns: tuple[str, ...]) -> str | None:
     names = {name: re.sub(r"^(train|trainer) (?=.* )", "", words(name)) for name in columns}
     names |= {name: name for name in columns if name == "_step"}
     for pattern in TABLE["steps"]:
-        if found := [
-            name for name, text in names.items() if re.fullmatch(pattern.replace("UNITS", TABLE["units"]), text)
-        ]:
+        wanted = re.compile(pattern.replace("UNITS", TABLE["units"]))
+        if found := [name for name, text in names.items() if wanted.fullmatch(text)]:
             return min(found, key=len)
     return None
 

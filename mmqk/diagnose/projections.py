@@ -86,13 +86,13 @@ def _of_mmqk(weights: Weights) -> Iterator[Projections]:
     config = replace(ModelConfig.from_dict(weights.config), patch="")
     with torch.device("meta"):
         model = EarlyFusionTransformer(config, "math")
-    model.load_state_dict(dict(weights.tensors), assign=True)
+    model.load_state_dict({name: reader() for name, reader in weights.readers.items()}, assign=True)
     yield from (_own(model, layer) for layer in range(config.n_layers))
 
 
 def _named_layers(weights: Weights, notes: list[str]) -> Iterator[Projections]:
     layers: dict[str, dict[int, dict[tuple[str, str], str]]] = {}
-    for name in weights.tensors:
+    for name in weights.readers:
         place = layer_of(name)
         if place is None or _OTHER.search(name):
             continue
@@ -101,7 +101,7 @@ def _named_layers(weights: Weights, notes: list[str]) -> Iterator[Projections]:
         for role, pattern in _ROLES.items():
             if found := pattern.fullmatch(rest):
                 layers.setdefault(prefix, {}).setdefault(number, {})[role, found[1]] = name
-    if any(_LATENT & set(name.split(".")) for name in weights.tensors):
+    if any(_LATENT & set(name.split(".")) for name in weights.readers):
         raise UserError("The keys are made from a latent vector (multi-head latent attention)")
     needed = {("q", "weight"), ("qkv", "weight")}
     stacks = [{n: names for n, names in stack.items() if needed & names.keys()} for stack in layers.values()]
@@ -201,7 +201,7 @@ class _Named:
 
     def get(self, role: str, *kinds: str) -> Tensor | None:
         name = next((self.names[role, kind] for kind in kinds if (role, kind) in self.names), None)
-        return None if name is None else self.weights.tensors[name].float()
+        return None if name is None else self.weights.readers[name]().float()
 
     def gain(self, role: str) -> Tensor | None:
         gain = self.get(role, "weight", "gain", "scale")
@@ -266,13 +266,12 @@ class _Named:
         """Return queries and keys."""
         c, (layout, q_HKE, k_GKE) = self.config, self.split()
         K, gain, bias = q_HKE.shape[1], self.gain("input"), self.get("input", "bias")
-        is_pre = gain is not None and not field(c, "swin_norm") and field(c, "do_layer_norm_before") is not False
+        if field(c, "swin_norm") or field(c, "do_layer_norm_before") is False:
+            gain = None  # this norm is after attention
         sides, words = [], []
         for role, weight_NKE in (("q_norm", q_HKE), ("k_norm", k_GKE)):
             stretch_NK, shift_N, of_side = self.stretch(role, len(weight_NKE), K)
-            folded = []
-            if is_pre and gain is not None:
-                folded = [_fold(weight_NKE, gain, torch.zeros(()) if bias is None else bias)]
+            folded = [] if gain is None else [_fold(weight_NKE, gain, torch.zeros(()) if bias is None else bias)]
             sides.append(Side([weight_NKE], folded, stretch_NK, shift_N))
             words.append(of_side)
         scale = field(c, "attention_multiplier") or (field(c, "query_pre_attn_scalar") or K) ** -0.5

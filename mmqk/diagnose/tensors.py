@@ -1,27 +1,38 @@
-"""Checkpoints of any tool as tensors by name: `read`. No file that is read can execute code.
+"""Checkpoints of any tool as tensors by name, `read`, and as a model that is probed with a batch, `probe_with`. No file
+that is read can execute code.
 
 A tensor is read from the disk when it is asked for, so a model of 7 billion parameters does not have to fit into
 memory.
+
+Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import json
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmqk.checkpoint import PREFIX, newest_checkpoint
+from mmqk.checkpoint import PREFIX, load_checkpoint, model_of, newest_checkpoint
+from mmqk.interop.folders import read_huggingface
+from mmqk.model import EarlyFusionTransformer
 from mmqk.model.ranges import allow_patch, named_function
+from mmqk.monitors import attach
 from mmqk.monitors.adapters import clean
-from mmqk.store import UserError, read_json
+from mmqk.store import UserError, flatten, read_json
 from mmqk.store.checkpoint_files import check_digest
 from mmqk.store.errors import reason_of
 
@@ -45,24 +56,7 @@ _METADATA_CLASSES = {
 }  # fmt: skip
 
 
-class Tensors(Mapping[str, Tensor]):
-    """Tensors by name. Each is read when it is asked for, and is not kept.
-
-    Args:
-        readers: for each name, a function that reads the tensor.
-    """
-
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._readers = dict(readers)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name]().detach()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
+Readers = Mapping[str, Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -73,14 +67,15 @@ class Weights:
         source: the path or ``module:function`` as given.
         format: "mmqk checkpoint", "Hugging Face folder", "torch.distributed checkpoint", "safetensors", "PyTorch file"
             or "function".
-        tensors: the weights by name, without the parts of names that wrappers add. Optimizer states are left out.
+        readers: a function for each weight by name, without the parts of names that wrappers add; it reads the tensor
+            from the disk. Optimizer states are left out.
         config: fields of the configuration; empty if the checkpoint has none.
         step: optimizer step, from the content or else from the name; None if neither has one.
     """
 
     source: str
     format: str
-    tensors: Tensors
+    readers: Readers
     config: dict[str, Any]
     step: int | None
 
@@ -110,7 +105,7 @@ def read(source: str | Path) -> Weights:
         raise
     except Exception as error:  # torch, safetensors, zip and pickle raise different errors
         raise UserError(f"{source} cannot be read ({reason_of(error)}): check that its files are complete.") from error
-    if not weights.tensors:
+    if not weights.readers:
         raise UserError(f"{source} has no weights: give a file or folder with the parameters of a model.")
     return weights
 
@@ -139,11 +134,13 @@ def _of_object(source: str, kind: str, content: Any, config: dict[str, Any]) -> 
         kind = "mmqk checkpoint" if "mmqk_model" in content else kind
         config = next((found for k in _CONFIGS if (found := _fields(content.get(k)))), config)
         content = next((content[k] for k in _STATES if isinstance(content.get(k), dict)), content)
-    flat = _flat(content)
-    if kind == "mmqk checkpoint":
-        flat = {name.removeprefix(PREFIX): tensor for name, tensor in flat.items()}
-    readers = {clean(name): partial(lambda x: x, tensor) for name, tensor in flat.items()}
-    return Weights(source, kind, Tensors(readers), config, _step(source) if step is None else step)
+    prefix = PREFIX if kind == "mmqk checkpoint" else ""
+    readers: Readers = {
+        clean(name.removeprefix(prefix)): value.detach
+        for name, value in (flatten(content) if isinstance(content, Mapping) else {}).items()
+        if isinstance(value, Tensor) and not re.search(r"(^|\.)optim", name)
+    }
+    return Weights(source, kind, readers, config, _step(source) if step is None else step)
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -152,17 +149,6 @@ def _fields(config: Any) -> dict[str, Any]:
     if is_dataclass(config) and not isinstance(config, type):
         return asdict(config)
     return dict(config) if isinstance(config, Mapping) else dict(getattr(config, "__dict__", {}))
-
-
-def _flat(content: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of nested dicts by dotted name, without those of optimizers."""
-    if isinstance(content, Tensor):
-        return {prefix: content}
-    flat: dict[str, Tensor] = {}
-    for key, value in content.items() if isinstance(content, Mapping) else ():
-        if not str(key).startswith("optim"):
-            flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def _step(source: str | Path) -> int | None:
@@ -178,7 +164,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _file(path: Path) -> Weights:
     config = _config(path.parent)
     if path.suffix == ".safetensors":
-        return Weights(str(path), "safetensors", Tensors(_safetensors([path])), config, _step(path))
+        return Weights(str(path), "safetensors", _safetensors([path]), config, _step(path))
     content = _load(path)
     if isinstance(content, Mapping) and "mmqk_model" in content:
         check_digest(path)
@@ -187,12 +173,10 @@ def _file(path: Path) -> Weights:
 
 def _load(path: Path) -> Any:
     """Return the content of a file of torch.save, memory-mapped where its format allows it."""
-    with open(path, "rb") as file:
-        is_zip = file.read(2) == b"PK"
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
-def _safetensors(paths: list[Path]) -> dict[str, Callable[[], Tensor]]:
+def _safetensors(paths: list[Path]) -> Readers:
     from safetensors import safe_open
 
     files = [safe_open(path, "pt") for path in paths]
@@ -203,18 +187,17 @@ def _folder(folder: Path) -> Weights:
     """Read a Hugging Face folder."""
     if (folder / "adapter_config.json").exists():
         raise UserError(f"{folder} has an adapter (adapter_config.json): merge it into the weights first.")
-    readers: dict[str, Callable[[], Tensor]] = {}
-    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
-        if paths := sorted(folder.glob(pattern)):
-            shards = [] if pattern.endswith(".safetensors") else [_of_object("", "", _load(p), {}) for p in paths]
-            readers = {name: partial(s.tensors.__getitem__, name) for s in shards for name in s.tensors}
-            readers = readers or _safetensors(paths)
-            break
-    else:
+    patterns = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
+    paths: list[Path] = next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
+    if not paths:
         raise UserError(
             f"{folder} has no weights that mmqk reads: give a folder with .safetensors or pytorch_model.bin, with"
             f" {_METADATA}, or with checkpoints/."
         )
+    if paths[0].suffix == ".safetensors":
+        readers = _safetensors(paths)
+    else:
+        readers = {k: v for path in paths for k, v in _of_object("", "", _load(path), {}).readers.items()}
     for index in folder.glob(f"{paths[0].name.partition('-')[0]}*.index.json"):
         shard_of = (read_json(index, "download it again.") or {}).get("weight_map", {})
         lost = next((name for name in shard_of if clean(name) not in readers), None)
@@ -222,7 +205,7 @@ def _folder(folder: Path) -> Weights:
             raise UserError(f"{folder} has no {lost}, which {index.name} lists in {shard_of[lost]}: add that file.")
     state = read_json(folder / "trainer_state.json", "restore it from a copy.") or {}
     step = state.get("global_step", _step(folder))
-    return Weights(str(folder), "Hugging Face folder", Tensors(readers), _config(folder), step)
+    return Weights(str(folder), "Hugging Face folder", readers, _config(folder), step)
 
 
 class _Index(pickle.Unpickler):
@@ -254,10 +237,114 @@ def _distributed(folder: Path) -> Weights:
             dcp.load(state, storage_reader=Reader(folder), no_dist=True)
         return state[name]
 
-    entries = {
-        name: entry
+    readers = {
+        clean(name): partial(tensor, name, entry)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not name.startswith("optim")
     }
-    readers = {clean(name): partial(tensor, name, entry) for name, entry in entries.items()}
-    return Weights(str(folder), "torch.distributed checkpoint", Tensors(readers), _config(folder), _step(folder))
+    return Weights(str(folder), "torch.distributed checkpoint", readers, _config(folder), _step(folder))
+
+
+# Models -------------------------------------------------------------------------------------------------------------
+
+Batch = dict[str, Tensor]  # model inputs by name
+Blocks = Mapping[str, range]
+
+
+def ranges_of(vocab_sizes: Mapping[str, int]) -> dict[str, range]:
+    """Return the ids of each modality, given their numbers in the order of the ids."""
+    ends = itertools.accumulate(vocab_sizes.values())
+    return {name: range(end - size, end) for (name, size), end in zip(vocab_sizes.items(), ends, strict=True)}
+
+
+def read_batch(path: Path) -> Batch:
+    """Return the model inputs in a file: token ids (B, T) or (T,), or a dict of arrays by the names of the inputs.
+
+    Args:
+        path: a file of torch.save (.pt), numpy (.npz or .npy) or JSON. Ids without a name are called input_ids.
+
+    Raises:
+        UserError: the file cannot be read without executing code, or its rows have different lengths.
+    """
+    try:
+        if path.suffix == ".json":
+            content = json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix in (".npz", ".npy"):
+            content = np.load(path, allow_pickle=False)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        named = dict(content) if hasattr(content, "keys") else {"input_ids": content}
+        batch = {str(name): torch.as_tensor(value) for name, value in named.items()}
+    except Exception as error:  # numpy, pickle and JSON raise different errors
+        why = reason_of(error)
+        raise UserError(f"{path} is not a batch ({why}): give token ids in rows of equal length.") from error
+    return {name: x[None] if x.ndim == 1 else x for name, x in batch.items()}
+
+
+def load(source: str | Path) -> nn.Module:
+    """Return the model of a checkpoint or run of mmqk, of a Hugging Face folder, or of ``module:function``, in fp32
+    and on the CPU.
+
+    Raises:
+        UserError: the source has no model that can be built, or its files are damaged.
+    """
+    path = Path(source)
+    if not path.exists() and ":" in str(source):
+        model = call(str(source))
+        if not isinstance(model, nn.Module):
+            raise UserError(f"{source} returned a {type(model).__name__}: return the model, with its weights.")
+    elif (path / "config.json").exists():
+        model = read_huggingface(path, None)
+    elif path.suffix == ".ckpt" or (path / "checkpoints").is_dir():
+        model = model_of(load_checkpoint(newest_checkpoint(path) if path.is_dir() else path))
+    else:
+        raise UserError(
+            f"{source} has weights but no model: give module:function, a function of yours that builds the model and"
+            " loads them."
+        )
+    for parameter in model.parameters():  # one at a time; buffers, such as the frequencies of RoPE, stay
+        parameter.data = parameter.data.float()
+    return model.eval()
+
+
+def inputs_of(model: nn.Module, batch: Batch) -> Batch:
+    """Return the batch with the ids under the name that the model gives its first input.
+
+    Raises:
+        UserError: an id is outside the vocabulary.
+    """
+    names = list(inspect.signature(model.forward).parameters)
+    inputs = {names[0] if name == "input_ids" and name not in names else name: x for name, x in batch.items()}
+    embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    ids = inputs.get("input_ids", inputs.get(names[0]))
+    if embedding is not None and ids is not None and not ids.is_floating_point():
+        size = embedding.num_embeddings
+        if ids.min() < 0 or ids.max() >= size:
+            raise UserError(f"The batch has the id {int(ids.max())}, but the model has {size} ids: give its own batch.")
+    return inputs
+
+
+def probe_with(source: str | Path, batch: Batch, modality: Blocks | None = None) -> dict[str, float]:
+    """Return the statistics of docs/statistics.md that one forward pass measures, by tag.
+
+    Args:
+        source: as in `load`.
+        batch: the inputs; all sequences are used.
+        modality: id ranges by modality; other ids are text. By default those of an mmqk checkpoint, or those that the
+            configuration of the model names.
+
+    Raises:
+        UserError: the model cannot be built, or cannot read this batch.
+    """
+    model = load(source)
+    if modality is None and isinstance(model, EarlyFusionTransformer):
+        modality = ranges_of(model.config.vocab_sizes)
+    watch = attach(model, modality=modality, every_n_steps=0, sequences=len(next(iter(batch.values()))), matrices=True)
+    try:
+        return watch.probe(**inputs_of(model, batch)).flat()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{source} cannot read the batch ({reason_of(error)}): give its own batch.") from error
+    finally:
+        watch.close()

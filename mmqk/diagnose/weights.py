@@ -1,4 +1,5 @@
 """What the weights of a checkpoint say without a batch: `Description`; which numbers grow, and by which law: `grew`.
+`tables_of` is all that ``mmqk diagnose --model`` shows.
 
 Shapes: D model width, H query heads, G key heads, K head_dim, E D + 1, V vocabulary.
 """
@@ -7,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,15 +18,13 @@ from torch import Tensor
 
 from mmqk.diagnose.names import PARAMETERS
 from mmqk.diagnose.projections import Projections, Side, is_centered, projections
-from mmqk.diagnose.tensors import Weights
+from mmqk.diagnose.tensors import Batch, Blocks, Weights, probe_with, ranges_of, read
 from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store.metrics import tag
 
 _ROWS = {name: re.compile(rf"(.*\.)?({PARAMETERS[name]})\.weight") for name in ("embed", "head")}
 _NORM = re.compile(r"(.*[._])?(norm\w*|\w*norm|layernorm\w*|ln\w*|\w+_ln)(\.copies\.\d+)?\.(weight|gain|scale)")
 _LARGEST_SVD = 1024  # the spectral norm of larger matrices comes from a Lanczos iteration
-
-
 _HEAD_COLUMNS = ("qk_spectral", "attn_logit_unrotated", "attn_logit_bound")
 _MATRIX_COLUMNS = tuple(f"{w}_{size}" for w in ("w_q", "w_k") for size in ("norm", "spectral", "stable_rank"))
 
@@ -85,17 +85,15 @@ class Description:
         notes: a sentence on each thing that could not be read.
     """
 
-    def __init__(self, weights: Weights, blocks: Mapping[str, range] | None = None) -> None:
+    def __init__(self, weights: Weights, blocks: Blocks | None = None) -> None:
         layers, heads = [], []
         self.notes: list[str] = []
         for layer in projections(weights, self.notes):
-            is_finite = all(bool(w.isfinite().all()) for side in (layer.q, layer.k) for w in (*side.raw, *side.folded))
-            if not is_finite:
+            if not all(w.isfinite().all() for side in (layer.q, layer.k) for w in (*side.raw, *side.folded)):
                 self.notes.append(f"The projections of layer {layer.layer} are not finite: the layer has no bounds.")
                 continue
-            spectral, unrotated, bound = bounds(layer)
             H, G = len(layer.q.raw[0]), len(layer.k.raw[0])
-            of_heads = zip(spectral.tolist(), unrotated.tolist(), bound.tolist(), strict=True)
+            of_heads = torch.stack(bounds(layer), 1).tolist()
             heads += [(layer.layer, h, h * G // H, *numbers) for h, numbers in enumerate(of_heads)]
             source = "norm before attention" if layer.q.folded else "none"
             source = source if layer.q.stretch_NK is None else "QK-Norm"
@@ -126,31 +124,23 @@ class Description:
         return values | {f"norm_gain_max/{row['name']}": row["max"] for row in self.gains.to_dict("records")}
 
 
-def _sizes(side: Side) -> tuple[float, float, float]:
+def _sizes(side: Side) -> tuple[float, ...]:
     """Return Frobenius norm, spectral norm and stable rank of a projection."""
     from scipy.sparse.linalg import svds
 
     matrix = side.raw[0][..., :-1].flatten(0, 1)
     if min(matrix.shape) <= _LARGEST_SVD:
-        frobenius, spectral, rank = (float(x) for x in matrix_sizes(matrix))
-        return frobenius, spectral, rank
+        return tuple(map(float, matrix_sizes(matrix)))
     spectral = float(svds(matrix.numpy(), k=1, tol=1e-3, return_singular_vectors=False, rng=0)[0])
     frobenius = float(matrix.norm())
     return frobenius, spectral, (frobenius / spectral) ** 2
 
 
-def ranges_of(vocab_sizes: Mapping[str, int]) -> dict[str, range]:
-    """Return the ids of each modality, given their numbers in the order of the ids."""
-    ends = itertools.accumulate(vocab_sizes.values())
-    return {name: range(end - size, end) for (name, size), end in zip(vocab_sizes.items(), ends, strict=True)}
-
-
-def _by_tensor(weights: Weights, blocks: Mapping[str, range]) -> tuple[list[tuple], list[tuple], list[tuple]]:
+def _by_tensor(weights: Weights, blocks: Blocks) -> tuple[list[tuple], list[tuple], list[tuple]]:
     """Return the rows of `Description.gains`, `rows` and `faults`, in one pass over the tensors."""
-    gains: list[tuple] = []
-    rows: list[tuple] = []
-    faults: list[tuple] = []
-    for name, tensor in weights.tensors.items():
+    gains, rows, faults = list[tuple](), list[tuple](), list[tuple]()
+    for name, reader in weights.readers.items():
+        tensor = reader()
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         bad = tensor.numel() - int(tensor.isfinite().sum())
@@ -177,8 +167,6 @@ def _by_tensor(weights: Weights, blocks: Mapping[str, range]) -> tuple[list[tupl
 
 
 Array = np.ndarray
-
-
 LAWS = ("exponential", "linear", "saturating")
 LEAST_GROWTH = 1.02  # a series whose largest value is below this multiple of its smallest does not grow
 CAVEAT = (
@@ -224,8 +212,8 @@ def _growth(steps: Array, y: Array, limit: float) -> dict[str, object]:
     if len(y) == 2:
         return row
     kept = [np.arange(len(y)) != i for i in range(len(y))]
-    errors = {name: _mean_square([_left_out(name, steps, y, k) for k in kept]) for name in names}
-    constant = _mean_square([np.log(y[~k][0]) - np.log(y[k]).mean() for k in kept])
+    errors = {name: np.square([_left_out(name, steps, y, k) for k in kept]).mean() for name in names}
+    constant = np.square([np.log(y[~k][0]) - np.log(y[k]).mean() for k in kept]).mean()
     handicap = {name: errors[name] * (clearly if name == "saturating" else 1) + 1e-12 for name in names}  # + rounding
     best = min(names, key=lambda name: handicap[name])
     row["error"] = errors[best] ** 0.5
@@ -233,10 +221,6 @@ def _growth(steps: Array, y: Array, limit: float) -> dict[str, object]:
         return row | {"law": "does not grow"}
     also = [name for name in names if name != best and errors[name] < clearly * (errors[best] + 1e-12)]
     return row | ({"law": best, "also": ", ".join(also)} if ratio > 1 else {"law": "falls"})
-
-
-def _mean_square(residuals: Sequence[float]) -> float:
-    return float(np.mean(np.square(residuals)))
 
 
 def _fit(name: str, steps: Array, y: Array) -> tuple[Callable[[Array], Array], Callable[[float], float]]:
@@ -264,3 +248,48 @@ def _left_out(name: str, steps: Array, y: Array, kept: Array) -> float:
     """Return the error of log y at the checkpoint that is not kept."""
     predicted = float(_fit(name, steps[kept], y[kept])[0](steps[~kept])[0])
     return np.log(max(predicted, 1e-30)) - np.log(y[~kept][0])
+
+
+def tables_of(
+    sources: Sequence[str | Path], batch: Batch | None = None, blocks: Blocks | None = None, limit: float = 1000.0
+) -> tuple[dict[str, pd.DataFrame], list[str], bool]:
+    """Return what checkpoints of one run, the oldest first, say.
+
+    Args:
+        sources: as in `mmqk.diagnose.tensors.read`.
+        batch: inputs for a probe of each checkpoint.
+        blocks: as in `probe_with`.
+        limit: a limit of the attention logits.
+
+    Returns:
+        The tables by their titles; sentences on what could not be read and on what the tables cannot say; and whether
+        there is a finding: a fault, a measured logit beyond the limit, or logits or their bound that grow by a law.
+    """
+    checkpoints = [read(source) for source in sources]
+    found = [Description(weights, blocks) for weights in checkpoints]
+    last, numbers = found[-1], [description.numbers() for description in found]
+    notes = list(dict.fromkeys(note for description in found for note in description.notes))
+    tables = {"tensors with a fault": last.faults, "layers": last.layers}
+    tables["largest logits that the weights allow, by head"] = last.heads.sort_values("attn_logit_bound")[::-1]
+    tables |= {"gains of norms": last.gains, "norms of rows by vocabulary block": last.rows}
+    if checkpoints[-1].format != "mmqk checkpoint" and "none" in set(last.layers.qk_norm):
+        notes.append("A QK-Norm without gains has no weights: with one, the bounds are too large.")
+    if batch is not None:
+        probes = [probe_with(source, batch, blocks) for source in sources]
+        numbers = [{**a, **b} for a, b in zip(numbers, probes, strict=True)]
+        tables["probe"] = pd.DataFrame(probes[-1].items(), columns=["tag", "value"])
+    is_finding = bool(len(last.faults)) or any(
+        abs(value) > limit for name, value in numbers[-1].items() if name.startswith("attn_logit_absmax")
+    )
+    steps = [weights.step for weights in checkpoints if weights.step is not None]
+    if len(steps) < len(sources) > 1:
+        steps = list(range(len(sources)))
+        notes.append("The steps of the checkpoints are not known: they are counted 0, 1, 2, ...")
+    if not all(a < b for a, b in itertools.pairwise(steps)):
+        notes.append("The steps of the checkpoints do not rise, so that no growth is computed: give the earlier first.")
+    elif len(sources) > 1:
+        growth = grew(pd.DataFrame(numbers, index=steps), limit).rename_axis("tag").reset_index()
+        tables["growth"] = growth.sort_values("ratio", ascending=False)
+        is_finding |= bool((growth.tag.str.match("attn_logit_(bound|absmax)") & growth.law.isin(list(LAWS))).any())
+        notes.append(CAVEAT)
+    return tables, notes, is_finding

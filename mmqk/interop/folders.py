@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
@@ -14,19 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, model_of, newest_checkpoint, save_checkpoint
+from mmqk.data.config import FOLDER_FIELDS
+from mmqk.data.shards.manifest import load_manifest, manifest_hash
 from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokens.ids import parse_vocab_sizes
+from mmqk.lab.formatting import markdown_table, render
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.store import OneSentenceParser, UserError, check_empty, find_file, new_folder, read_run
-from mmqk.store.errors import reason_of
-from mmqk.store.files import DamagedFile, read_json
+from mmqk.store import OneSentenceParser, UserError, read_metrics, read_run, relative, without_roots
+from mmqk.store.checkpoint_files import step_of
+from mmqk.store.errors import named_value, reason_of
+from mmqk.store.files import DamagedFile, check_empty, find_file, new_folder, read_json
 from mmqk.store.formatting import plain
+from mmqk.store.metrics import METRICS_NAME
 
-from .card import model_card
 from .read import CHAMELEON, IMAGE_TOKENIZER, READ, WRITTEN, adopt
 from .write import architecture_of, build, import_transformers
 
@@ -34,6 +39,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHECKPOINT = "checkpoints/step00000000.ckpt"
+_LOSSES = {
+    "loss": "training loss", "val_loss": "validation loss", "val_unigram": "unigram loss",
+    "val_excess": "excess validation loss",
+}  # fmt: skip
 EPILOG = f"""\
 read:    {", ".join(READ)}
 written: {", ".join(WRITTEN)}
@@ -64,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     text = "number of ids of each modality of a Hugging Face model, in id order: text=65536,image=8192"
     add("--vocab-sizes", help=text)
     text = "change the architecture and keep the function near, as in a fork; repeatable"
-    add("--set", action="append", default=[], metavar="model.FIELD=VALUE", help=text)
+    add("--set", type=named_value, action="append", default=[], metavar="model.FIELD=VALUE", help=text)
     text = "for --set: .npy of ids (sequences, tokens) for the fit of new gains (default: the run's own data)"
     add("--batch", type=Path, help=text)
     args = parser.parse_args(argv)
@@ -98,11 +107,13 @@ def _to_mmqk(source: Path, out: Path, sizes: dict[str, int] | None) -> None:
         print("The image tokenizer (vqmodel) is not converted: the model reads image tokens as ids.")
 
 
-def _changed(source: Path, out: Path, sizes: dict[str, int] | None, words: list[str], file: Path | None) -> None:
+def _changed(
+    source: Path, out: Path, sizes: dict[str, int] | None, given: list[tuple[str, str]], file: Path | None
+) -> None:
     """Write a model with another architecture, as a Hugging Face folder if a class can hold it."""
     from .surgery import batch_for, fields_of, operate
 
-    fields = fields_of(words)
+    fields = fields_of(given)
     if (source / "config.json").exists():
         model = adopt(read_huggingface(source), sizes)
         dtype = model.embed.weight.dtype
@@ -127,24 +138,78 @@ def _changed(source: Path, out: Path, sizes: dict[str, int] | None, words: list[
 
 def _to_huggingface(source: Path, out: Path) -> None:
     newest = newest_checkpoint(source)
-    config, weights = read_model(newest)
-    model, architecture = build(config, weights), architecture_of(config)
+    content = load_checkpoint(newest, "give another --from")
+    config = ModelConfig.from_dict(content["mmqk_model"])
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in content["state_dict"].items()}
+    model = build(config, weights)
+    architecture = type(model).__name__
     try:
         record: dict[str, Any] = read_run(source) or {}
     except DamagedFile as damaged:  # export the weights without the record, as for an imported model
         record = {}
         print(f"The model card has no record of the run, because {damaged}.")
-    data = record.get("details", {}).get("config", {}).get("data", {})
-    hashes = record.get("identity", {}).get("data", {})
+    run_config, hashes = record.get("details", {}).get("config", {}), record.get("identity", {}).get("data", {})
+    data, step, names = run_config.get("data", {}), step_of(newest), list(config.vocab_sizes)
     tokenizer, about = tokenizer_files(data.get("tokenizers"), hashes.get("tokenizers"))
     parameters = sum({w.data_ptr(): w.numel() for w in weights.values()}.values())  # count tied weights once
-    card = model_card(newest, config, architecture, parameters, bool(tokenizer), record)
+    ends = itertools.accumulate(config.vocab_sizes.values())
+    ids = [[name, f"{end - config.vocab_sizes[name]} to {end - 1}"] for name, end in zip(names, ends, strict=True)]
+    fields = yaml.safe_dump(without_roots(run_config), sort_keys=False, allow_unicode=True).strip()
+    content = {
+        "name": f"mmqk run {record['id']}" if "id" in record else newest.parent.parent.resolve().name,
+        "architecture": architecture,
+        "is_chameleon": architecture == CHAMELEON,
+        "auto": "AutoModelForImageTextToText" if architecture == CHAMELEON else "AutoModelForCausalLM",
+        "parameters": f"{parameters:,}",
+        "modalities": " and ".join(names),
+        "is_trained": bool(record),
+        "step": f"{step:,}",
+        "tokenizer": bool(tokenizer),
+        "ids": _table(["modality", "ids"], ids),
+        "specials": ", ".join(f"`{name}` {id}" for id, name in enumerate(SPECIALS)),
+        "losses": _losses(newest.parent.parent, step, names),
+        "data": _data(data, hashes),
+        "fields": fields if run_config else "",
+    }
+    card = render("card.md", content, Path(__file__).with_name("templates"))
     write_huggingface(model, out, {**tokenizer, "README.md": card})
     print(f"{out}: {architecture} of {newest}; {about}")
     if architecture == CHAMELEON:
         print("Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows.")
     if config.residual_dropout:
         print(f"model.residual_dropout {config.residual_dropout} is dropped: {architecture} has no residual dropout.")
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown; empty without rows."""
+    return markdown_table(heads, rows, "---") if rows else ""
+
+
+def _losses(run: Path, step: int, modalities: list[str]) -> str:
+    """Return the table of the last losses that were logged up to the step of the checkpoint."""
+    newest: dict[str, float] = {}
+    for line in read_metrics(run / METRICS_NAME):
+        newest |= line if line["step"] <= step else {}
+    rows = [
+        [title, *(f"{newest[key]:.4f}" if (key := f"{name}/{m}") in newest else "" for m in modalities)]
+        for name, title in _LOSSES.items()
+    ]
+    return _table(["", *modalities], [row for row in rows if any(row[1:])])
+
+
+def _data(data: dict[str, Any], hashes: dict[str, Any]) -> str:
+    """Return the table of the kinds of training data, with the sources that the manifest of each folder lists, unless
+    the folder has changed since the training."""
+    rows = []
+    for kind, weight in (data.get("mix") or {}).items():
+        if weight > 0:
+            field, sources = FOLDER_FIELDS.get(kind, ""), []
+            folder, hashed = data.get(field) or "", hashes.get(field) or ""
+            with contextlib.suppress(UserError, OSError):
+                if folder and manifest_hash(found := find_file(folder)) == hashed:
+                    sources = load_manifest(found).about.get("sources") or []
+            rows.append([kind, f"{weight:g}", f"`{relative(folder)}`" if folder else "", hashed, ", ".join(sources)])
+    return _table(["kind", "weight", "folder", "hash", "made from"], rows)
 
 
 def read_huggingface(folder: Path, known: Collection[str] | None = READ) -> PreTrainedModel:
@@ -174,12 +239,9 @@ def read_huggingface(folder: Path, known: Collection[str] | None = READ) -> PreT
     try:
         with _quiet(transformers):
             model, info = kind.from_pretrained(
-                str(folder),
-                local_files_only=True,
-                dtype=_widest_dtype(folder),
-                output_loading_info=True,
+                str(folder), local_files_only=True, dtype=_widest_dtype(folder), output_loading_info=True,
                 ignore_mismatched_sizes=True,
-            )
+            )  # fmt: skip
     except Exception as error:  # transformers, safetensors and pickle raise different errors
         raise UserError(
             f"{folder} cannot be loaded ({reason_of(error)}): check that its files are complete."
@@ -209,19 +271,6 @@ def _widest_dtype(folder: Path) -> torch.dtype | str:
             found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (not a mapping)
     dtypes = [floats[name] for name in found if name in floats]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else "auto"
-
-
-def read_model(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Return the configuration and weights of a checkpoint of mmqk. The weights are memory-mapped and keep their
-    dtype.
-
-    Raises:
-        UserError: the file is damaged or not a checkpoint, or no Hugging Face layout fits the model.
-    """
-    content = load_checkpoint(checkpoint, "give another --from")
-    config = ModelConfig.from_dict(content["mmqk_model"])
-    architecture_of(config)
-    return config, {name.removeprefix(PREFIX): tensor for name, tensor in content["state_dict"].items()}
 
 
 def write_run(model: EarlyFusionTransformer, out: Path) -> None:

@@ -22,27 +22,16 @@ if TYPE_CHECKING:
 # around the sublayers, and what each name means, depend on the architecture.
 _MODEL = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 _LAYER = {
-    "attention.w_q": "self_attn.q_proj",
-    "attention.w_k": "self_attn.k_proj",
-    "attention.w_v": "self_attn.v_proj",
-    "attention.w_o": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp.w_gate": "mlp.gate_proj",
-    "mlp.w_up": "mlp.up_proj",
-    "mlp.w_down": "mlp.down_proj",
+    **{f"attention.w_{name}": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"attention.{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
+    **{f"mlp.w_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 # Norms before and after attention, and before and after the MLP. Chameleon's norms keep their names when swin_norm
 # moves them from before to after a sublayer, so the state dict does not show where they are.
 _PRE = {"attn_pre_norm": "input_layernorm", "mlp_pre_norm": "post_attention_layernorm"}
 _SWIN = {"attn_post_norm": "input_layernorm", "mlp_post_norm": "post_attention_layernorm"}
 _OLMO2 = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
-_SANDWICH = {
-    "attn_pre_norm": "input_layernorm",
-    "attn_post_norm": "post_attention_layernorm",
-    "mlp_pre_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
+_SANDWICH = {"attn_pre_norm": "input_layernorm", "mlp_pre_norm": "pre_feedforward_layernorm"} | _OLMO2
 
 CHAMELEON = "ChameleonForConditionalGeneration"
 LLAMA = "LlamaForCausalLM"
@@ -50,7 +39,6 @@ QWEN3 = "Qwen3ForCausalLM"
 OLMO2 = "Olmo2ForCausalLM"
 GEMMA2 = "Gemma2ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
-CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is not used there
 
 
 class _Family(NamedTuple):
@@ -72,7 +60,8 @@ class _Family(NamedTuple):
 
 
 _FAMILIES = {
-    CHAMELEON: _Family(_PRE, QKNormConfig("layer", gain="per_head", bias=True, eps=CHAMELEON_QK_EPS)),
+    # The eps is hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is not used there.
+    CHAMELEON: _Family(_PRE, QKNormConfig("layer", gain="per_head", bias=True, eps=1e-5)),
     LLAMA: _Family(_PRE),
     QWEN3: _Family(_PRE, QKNormConfig("rms"), own_eps=False, windows=True),
     OLMO2: _Family(_OLMO2, QKNormConfig("rms", scope="full", gain="per_head"), own_eps=False),
@@ -237,12 +226,18 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
         post_norm="attn_post_norm" in norms,
         norm_gain="zero_centered" if family.gemma else "plain",
         norm_eps=c.rms_norm_eps,
-        qk_norm=family.qk_norm if family.own_eps else replace(family.qk_norm, eps=c.rms_norm_eps),
+        qk_norm=qk_norm_of(architecture, c.rms_norm_eps),
         attn_dropout=c.attention_dropout or 0.0,
         tie_embeddings=hf_model.get_output_embeddings().weight is embedding,
         **_layers(architecture, c),
         **fields,
     )
+
+
+def qk_norm_of(architecture: str, norm_eps: float) -> QKNormConfig:
+    """Return the QK-Norm of an architecture whose other norms have this eps."""
+    family = _FAMILIES[architecture]
+    return family.qk_norm if family.own_eps else replace(family.qk_norm, eps=norm_eps)
 
 
 def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.config.checks import check_forkable
-from mmqk.config.parse import yaml_value
+from mmqk.config.parse import parse_fields, yaml_value
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
 from mmqk.data.tokens.ids import load_ids
@@ -29,19 +29,16 @@ SEQUENCES, RANDOM_TOKENS = 16, 128  # most sequences that are read; tokens of a 
 FIT_SEQUENCES, FIT_ROUNDS = 4, 20  # sequences and rounds of L-BFGS for each layer's QK-Norm
 
 
-def fields_of(words: list[str]) -> dict[str, Any]:
+def fields_of(given: list[tuple[str, str]]) -> dict[str, Any]:
     """Return the fields of ``--set model.NAME=VALUE``, by their names without ``model.``.
 
     Raises:
-        UserError: a word has another form, or its value is no YAML.
+        UserError: a name has another form, or a value is no YAML.
     """
-    fields: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.startswith("model."):
-            raise UserError(f"--set {word} is not of the form model.FIELD=VALUE, such as model.qk_norm.kind=rms.")
-        fields[name.removeprefix("model.")] = yaml_value(name, value)
-    return fields
+    for name, value in given:
+        if not name.startswith("model."):
+            raise UserError(f"--set {name}={value} is not of the form model.FIELD=VALUE, as model.qk_norm.kind=rms is.")
+    return {name.removeprefix("model."): yaml_value(name, value) for name, value in given}
 
 
 def batch_for(config: ModelConfig, source: Path, file: Path | None) -> tuple[TokenBatch, str]:
@@ -106,23 +103,15 @@ def changed_config(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfi
     Raises:
         UserError: a field or value is unknown, or a fork could not make this change.
     """
+    if "patch" in fields:
+        raise UserError("--set model.patch would run code: name the patch in the fork's command line.")
     stored = asdict(config)
     stored["qk_norm"]["eps"] = config.norm_eps if config.qk_norm.kind == "none" else config.qk_norm.eps
-    for name, value in fields.items():
-        if name == "patch":
-            raise UserError("--set model.patch would run code: name the patch in the fork's command line.")
-        *sections, last = name.split(".")
-        place: Any = stored
-        for section in sections:
-            place = place.get(section) if isinstance(place, dict) else None
-        if not isinstance(place, dict) or last not in place:
-            raise UserError(f"--set model.{name} is not a field of the model: mmqk train --help lists them.")
-        place[last] = value
     try:
-        changed = ModelConfig.from_dict(stored)
+        changed = parse_fields(ModelConfig, {**stored, **fields})
         check_forkable(config, changed)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--set: {error}") from error
+    except (UserError, ValueError) as error:
+        raise UserError(f"--set model: {error}") from error
     return changed
 
 

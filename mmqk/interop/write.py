@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,17 +12,7 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 
-from .read import (
-    CHAMELEON,
-    CHAMELEON_QK_EPS,
-    IMAGE_PREFIX,
-    IMAGE_TOKENIZER,
-    LLAMA,
-    QWEN3,
-    STORED_SIZES,
-    WRITTEN,
-    hf_name,
-)
+from .read import CHAMELEON, IMAGE_PREFIX, IMAGE_TOKENIZER, LLAMA, QWEN3, STORED_SIZES, WRITTEN, hf_name, qk_norm_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,6 +89,9 @@ def architecture_of(config: ModelConfig) -> str:
     if chosen is None:
         raise UserError(f"model.qk_norm.kind is {qk.kind}, which no layout of {', '.join(WRITTEN)} has.")
     swin = chosen == CHAMELEON and not config.pre_norm
+    layout = qk_norm_of(chosen, config.norm_eps)
+    if qk.gain == "shared":
+        layout = replace(layout, gain="shared")  # a gain per head can hold it
     windowed = any(config.window_of(layer) for layer in range(config.n_layers))
     # (field, its value, the value that the layout needs)
     needed: list[tuple[str, object, object]] = [
@@ -108,16 +101,8 @@ def architecture_of(config: ModelConfig) -> str:
         ("attn_scale", config.attn_scale_value, K**-0.5),
         ("embed_scale", config.embed_scale, dict.fromkeys(config.embed_scale, 1.0)),
         *((f"per_modality.{name}", value, False) for name, value in asdict(config.per_modality).items()),
+        *((f"qk_norm.{name}", getattr(qk, name), value) for name, value in asdict(layout).items()),
     ]
-    if qk.kind != "none":
-        needed += [
-            ("qk_norm.scope", qk.scope, "head"),
-            ("qk_norm.place", qk.place, "before_rope"),
-            ("qk_norm.normalize_v", qk.normalize_v, False),
-            ("qk_norm.bias", qk.bias, chosen == CHAMELEON),
-            ("qk_norm.eps", qk.eps, CHAMELEON_QK_EPS if chosen == CHAMELEON else config.norm_eps),
-            ("qk_norm.gain", qk.gain, qk.gain if chosen == CHAMELEON and qk.gain == "per_head" else "shared"),
-        ]
     if chosen == QWEN3:
         needed.append(("local_rope_theta", config.local_rope_theta if windowed else None, None))
     else:

@@ -80,9 +80,9 @@ def test_every_format_has_the_saved_tensors(kind, tmp_path, monkeypatch, state):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     found = read(written(kind, tmp_path, state))
     prefix = "model." if kind == "distributed" else ""
-    assert set(found.tensors) == {prefix + name for name in state}
+    assert set(found.readers) == {prefix + name for name in state}
     for name, x in state.items():
-        assert torch.equal(found.tensors[prefix + name], x)
+        assert torch.equal(found.readers[prefix + name](), x)
     assert found.step == 70
     assert bool(found.config) == (kind not in ("distributed", "one file", "module:function"))
 

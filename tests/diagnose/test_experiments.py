@@ -3,6 +3,8 @@ too high, which it does not."""
 
 from __future__ import annotations
 
+import re
+
 import pandas as pd
 import pytest
 
@@ -19,12 +21,12 @@ PATCH = "tests.diagnose.failures:bad_sequences"
 @pytest.mark.slow
 def test_bad_sequences(tmp_path):
     assert main([*ARGS, f"--data.patch={PATCH}", f"--out={tmp_path / 'run'}"]) in (0, 3)
-    found = run(tmp_path / "run", None, {"data.patch": PATCH}, jobs=2)
-    assert list(found.table.index) == list(ARMS) and found.start == 100
-    gone = found.table["outcome"]
+    _, table, notes = run(tmp_path / "run", None, {"data.patch": PATCH})
+    assert list(table.index) == list(ARMS) and " from step 100 " in notes[1]
+    gone = table["outcome"]
     assert gone[CONTROL] == gone["noise"] == gone["moments"] == "remains"
     assert gone["batches"] == gone["sequences"] == "gone"
-    first, last = map(int, found.left_out.split("-"))
+    first, last = map(int, re.findall(r"\d+", notes[2]))
     assert first <= 600 and last >= 759  # the bad ones: tests.diagnose.failures.BAD
     with pytest.raises(UserError, match=r"no checkpoint before step 50: write one with .*--checkpoint.at"):
         run(tmp_path / "run", 51, {"data.patch": PATCH})
@@ -37,7 +39,7 @@ def test_a_learning_rate_that_is_too_high(tmp_path):
     parent = f"--fork={tmp_path / 'parent/checkpoints/step00000100.ckpt'}"
     fields = ["--optim.lr=1", "--trainer.max_steps=180", "--checkpoint.keep=9"]
     assert main([parent, *fields, "--quiet", f"--out={tmp_path / 'run'}"]) == 0
-    gone = run(tmp_path / "run", 105, jobs=2).table["outcome"]
+    gone = run(tmp_path / "run", 105, {})[1]["outcome"]
     assert gone[CONTROL] == gone["noise"] == gone["batches"] == gone["sequences"] == "remains"
     assert gone["slower"] == "gone"
 

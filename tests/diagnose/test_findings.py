@@ -12,11 +12,11 @@ import pytest
 import mmqk
 from docs.experiments.bench_evidence import logs_of, rescue, zoo
 from mmqk.bench.evidence import Rates, evidence, first_sign
-from mmqk.bench.facts import departures, facts
 from mmqk.bench.kinds import SIGNS, findings
+from mmqk.bench.rules import departures, facts
 from mmqk.bench.traces import labelled, split_hash
 from mmqk.diagnose import main
-from mmqk.diagnose.findings import diagnose, tables
+from mmqk.diagnose.findings import TABLES, diagnose
 from mmqk.diagnose.logs import Log
 from mmqk.store import UserError
 
@@ -151,11 +151,11 @@ def test_the_command_line_names_mistakes(tmp_path):
 
 def test_the_tables_know_every_kind():
     kinds = {sign.kind for sign in SIGNS}
-    assert kinds == set(tables()["remedies"])
-    named = {kind for row in tables()["experiments"] for kind in (*row["gone"], *row["remains"])}
-    assert named == kinds and all(not set(row["gone"]) & set(row["remains"]) for row in tables()["experiments"])
+    assert kinds == set(TABLES["remedies"])
+    named = {kind for row in TABLES["experiments"] for kind in (*row["gone"], *row["remains"])}
+    assert named == kinds and all(not set(row["gone"]) & set(row["remains"]) for row in TABLES["experiments"])
     assert {row["change"] for row in [*evidence()["rescue"], *evidence()["late_rescue"]]} - {"none"} <= set(
-        tables()["changes"]
+        TABLES["changes"]
     )
 
 

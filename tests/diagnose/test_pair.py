@@ -11,8 +11,8 @@ from scipy.signal import lfilter
 
 import mmqk
 from mmqk.bench.traces import labelled
+from mmqk.diagnose.findings import apart, at_the_end, gradient_growth, part
 from mmqk.diagnose.logs import Log
-from mmqk.diagnose.pair import apart, at_the_end, gradient_growth, part
 from mmqk.store import UserError
 
 STEPS, PROBES = 400, 10

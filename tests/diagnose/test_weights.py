@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ import torch
 
 from mmqk.checkpoint import PREFIX, save_checkpoint
 from mmqk.diagnose.projections import projections, rope_factor
-from mmqk.diagnose.tensors import Tensors, Weights, read
+from mmqk.diagnose.tensors import Weights, read
 from mmqk.diagnose.weights import Description, bounds, grew
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model.attention import apply_rope, rope_tables
@@ -23,7 +24,7 @@ VOCABULARY = {"text": 20, "image": 12}
 
 def weights_of(tensors: dict, config: dict, kind: str = "PyTorch file") -> Weights:
     readers = {name: (lambda x=x: x) for name, x in tensors.items()}
-    return Weights("planted", kind, Tensors(readers), config, 0)
+    return Weights("planted", kind, readers, config, 0)
 
 
 def own(**fields) -> tuple[EarlyFusionTransformer, Weights]:
@@ -213,13 +214,12 @@ def test_layers_are_read_one_at_a_time():
     _, weights = hugging_face("LlamaForCausalLM")
     seen = []
 
-    class Counted(Tensors):
-        def __getitem__(self, name):
-            seen.append(name)
-            return weights.tensors[name]
+    def counted(name):
+        seen.append(name)
+        return weights.readers[name]()
 
-    counted = Weights("", "", Counted({name: None for name in weights.tensors}), weights.config, 0)
-    next(projections(counted, []))
+    readers = {name: partial(counted, name) for name in weights.readers}
+    next(projections(Weights("", "", readers, weights.config, 0), []))
     assert seen and all(".layers.0." in name for name in seen)
 
 
@@ -249,7 +249,7 @@ def test_the_factor_of_rope_is_that_of_transformers(rope):
 def test_yarn_stretches_the_bound():
     _, weights = hugging_face("LlamaForCausalLM")
     plain, yarn = (
-        next(projections(weights_of(dict(weights.tensors), weights.config | {"rope_parameters": rope}), []))
+        next(projections(replace(weights, config=weights.config | {"rope_parameters": rope}), []))
         for rope in ({}, YARN)
     )
     assert yarn.scale == pytest.approx(plain.scale * (0.1 * np.log(8) + 1) ** 2)
@@ -257,7 +257,7 @@ def test_yarn_stretches_the_bound():
 
 def test_what_cannot_be_read_is_said():
     _, weights = hugging_face("GPT2LMHeadModel")
-    found = Description(weights_of(dict(weights.tensors), {}))
+    found = Description(replace(weights, config={}))
     assert found.heads.empty and "how many heads" in found.notes[0]
     bare = {f"layers.0.{name}_proj.weight": torch.eye(8) for name in "qk"}
     found = Description(weights_of(bare, {}))
@@ -270,7 +270,7 @@ def test_what_cannot_be_read_is_said():
 
 def test_faults_gains_and_rows_by_block(monkeypatch):
     model, weights = own(qk_norm=QKNormConfig("rms"))
-    tensors = {name: x.clone() for name, x in weights.tensors.items()}
+    tensors = {name: x.clone() for name, x in model.state_dict().items()}
     assert Description(weights).faults.empty  # negative control
     tensors["blocks.1.mlp.w_up.weight"][2, 3] = torch.nan
     tensors["blocks.0.mlp.w_up.weight"][:] = 0

@@ -10,7 +10,7 @@ import torch
 
 from mmqk.checkpoint import load_checkpoint, load_model, save_checkpoint
 from mmqk.config import resolve
-from mmqk.interop.folders import read_model
+from mmqk.interop.folders import main as interop
 from mmqk.store import RunFolder, UserError, cli_main
 from mmqk.store.checkpoint_files import step_of
 from mmqk.train import main
@@ -144,7 +144,7 @@ def test_forks_and_readers_refuse_a_harmed_one(whole, tmp_path, capsys, harm, sa
     fork = [f"--fork={out}", "--trainer.max_steps=13", f"--out={tmp_path / 'fork'}"]
     assert f"{step(out, 12)} {says}" in refused(capsys, *fork)
     assert not (tmp_path / "fork").exists()
-    for read in (load_model, lambda run: read_model(step(run, 12))):
+    for read in (load_model, lambda run: interop([f"--from={run}", f"--to={tmp_path / 'hf'}"])):
         with pytest.raises(UserError, match=r"step00000012\.ckpt is damaged") as error:
             read(out)
         assert "\n" not in str(error.value)
