@@ -203,7 +203,7 @@ def _data(data: dict[str, Any], hashes: dict[str, Any]) -> str:
     rows = []
     for kind, weight in (data.get("mix") or {}).items():
         if weight > 0:
-            field, sources = FOLDER_FIELDS.get(kind, ""), []
+            field, sources = FOLDER_FIELDS.get(kind, ""), list[str]()
             folder, hashed = data.get(field) or "", hashes.get(field) or ""
             with contextlib.suppress(UserError, OSError):
                 if folder and manifest_hash(found := find_file(folder)) == hashed:
