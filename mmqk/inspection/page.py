@@ -21,7 +21,7 @@ from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.dial import Dial
 from mmqk.data.mixture import CYCLE
 from mmqk.data.order import Content
-from mmqk.data.sequences import count_targets, describe, floors
+from mmqk.data.sequences import Row, count_targets, describe, floors
 from mmqk.data.tokens.folder import is_token_folder, read_header
 from mmqk.inspection.views import IdDecoder, Viewer, originals
 from mmqk.lab import formatting as report
@@ -179,7 +179,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
     """
     order, layout = data.order, data.builder.layout
     total = run.trainer.max_steps * run.data.batch_size
-    rows, left = [], tokens
+    rows, left = list[Row](), tokens
     while left > 0 and len(rows) < total:
         rows.append(order.row(len(rows)))
         left -= len(rows[-1].ids)

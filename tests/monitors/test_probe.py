@@ -217,7 +217,7 @@ def test_entropy_has_its_known_values():
 
     def entropy(k):
         rows = AttentionStatistics(q, k, 1.0, Pairs(modality, visible_pairs(valid), 1, 1)).rows
-        return float(rows.mean[5, 0])  # 4 statistics of logits and 1 offset come first
+        return float((rows.sum / rows.count)[5, 0])  # 4 statistics of logits and 1 offset come first
 
     rows = [math.log(n) for n in range(FEWEST_KEYS, T + 1)]
     assert entropy(torch.full((1, 1, T, 2), 3e4)) == pytest.approx(np.mean(rows), rel=1e-5)
@@ -227,7 +227,7 @@ def test_entropy_has_its_known_values():
     # Equal logits of the output have no spread, and each modality gets the share of its ids.
     of = selection(modality, valid, 2)
     by_name, _ = output_statistics(torch.full((1, T, 10), 100.0), modality, of, {"text": 7, "image": 3})
-    found = [float(by_name[name].mean[0]) for name in ("out_logit_spread", "out_wrong_mass")]
+    found = [float(by_name[name].sum[0] / by_name[name].count[0]) for name in ("out_logit_spread", "out_wrong_mass")]
     assert found == pytest.approx([0, 3 / 10], abs=1e-5)
 
 
