@@ -111,11 +111,11 @@ def spread(total: int, most: int) -> np.ndarray:
     return np.random.default_rng(0).integers(edges[:-1], edges[1:])
 
 
-def _summary(read: int, total: int, what: str, dropped: Counter[str]) -> str:
+def _summary(read: int, total: int, dropped: Counter[str]) -> str:
     """Return a summary, ``200 of 1,000 samples read, 3 dropped (no caption: 1, no image file: 2)``; "" for all."""
     if read == total and not dropped:
         return ""
-    text = f"{read:,} of {total:,} {what} read" if read < total else f"{read:,} {what} read"
+    text = f"{read:,} of {total:,} samples read" if read < total else f"{read:,} samples read"
     return text + _dropped(dropped)
 
 
@@ -212,7 +212,7 @@ class Source:
             pixels_BCHW[val if split == "val" else train] = np.asarray(image).transpose(2, 0, 1)
             train += split == "train"
         total = sum(map(len, itertools.chain(*self.indexes.values())))
-        read = _summary(n, total, "samples", dropped)
+        read = _summary(n, total, dropped)
         if not train and val == n:
             raise UserError(f"{self.name} has no image that can be used ({read or 'no samples'}): check the shards.")
         if not train or val == n:
@@ -236,7 +236,7 @@ class Source:
         dropped, most, total = Counter[str](), self.selection.captions, sum(map(len, *indexes.values()))
         samples = self._read(indexes, most, "captions", dropped)
         captions = [p for _, split, places in samples if split == "train" for p in places if isinstance(p, str)]
-        read = _summary(min(most, total), total, "samples", dropped)
+        read = _summary(min(most, total), total, dropped)
         if not captions:
             raise UserError(f"{self.name} has no captions ({read or 'no samples'}): check the shards.")
         return captions, read
