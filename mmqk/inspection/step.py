@@ -105,10 +105,10 @@ def samples_of(data: TokenDataModule, places: dict[str, Place], number: int) -> 
     found = []
     for content in data.order.samples(number):
         kind = source_of(content.kind)
-        other = getattr(data.stores.get(kind, {}).get("train"), "caption_of_N", None) if kind == content.kind else None
         parts = [(content.kind, content.item)]
-        if other is not None:
-            parts = [("image", content.item), ("caption", int(other[content.item]))]
+        if content.kind == "pair" and data.config.pairing == "shuffled":
+            caption_of_N = data.stores["pair"]["train"].caption_of_N
+            parts = [("image", content.item), ("caption", int(caption_of_N[content.item]))]
         for name, item in parts:
             shard, key = places[kind](item)
             tokens = {"start": content.start, "end": content.end}

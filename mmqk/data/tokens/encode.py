@@ -208,6 +208,9 @@ class ChangedPairs:
     each caption occurs once and no pair keeps its caption. The permutation depends on the number of pairs only.
     captions: the captions without the images.
 
+    Attributes:
+        caption_of_N: the pair whose caption each pair has.
+
     Raises:
         ValueError: there is only one pair to shuffle.
     """
@@ -215,22 +218,22 @@ class ChangedPairs:
     def __init__(self, pairs: TokenStore, pairing: str) -> None:
         n = len(pairs)
         self._pairs, self._image = pairs, pairs.image_tokens if n else 0
-        self._caption_of_N, self.image_tokens = np.arange(n), 0
+        self.caption_of_N, self.image_tokens = np.arange(n), 0
         if pairing == "shuffled":
             if n == 1:
                 raise ValueError("data.pairing 'shuffled' needs two pairs in each split: hold out more, or none.")
             order = random_stream(SHUFFLE_SEED, n).permutation(n)
-            self._caption_of_N[order] = np.roll(order, 1)
+            self.caption_of_N[order] = np.roll(order, 1)
             self.image_tokens = self._image
         # All images have the same length.
-        self.lengths_N = pairs.lengths_N[self._caption_of_N] - self._image + self.image_tokens
+        self.lengths_N = pairs.lengths_N[self.caption_of_N] - self._image + self.image_tokens
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def __getitem__(self, n: int) -> np.ndarray:
         """Return the ids of document n, int64."""
-        caption = self._pairs[int(self._caption_of_N[n])][self._image :]
+        caption = self._pairs[int(self.caption_of_N[n])][self._image :]
         return np.concatenate([self._pairs[n][: self.image_tokens], caption])
 
 
