@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ class Stack:
         with tempfile.TemporaryDirectory() as folder:
             callbacks, loggers = self._watching(Path(folder), steps)
             trainer = L.Trainer(
-                **self.run.trainer | {"max_steps": steps},
+                **asdict(self.run.trainer) | {"max_steps": steps},
                 max_epochs=-1,
                 logger=loggers,
                 callbacks=[first, *callbacks, clock],

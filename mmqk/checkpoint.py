@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.model.ranges import is_allowed
+from mmqk.model.patch import is_allowed
 from mmqk.store import UserError, differing_fields, naming
 from mmqk.store.checkpoint_files import (
     DamagedError,

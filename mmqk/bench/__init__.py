@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     from mmqk import load_runs
     from mmqk.bench import kinds, score, traces
     from mmqk.bench.rules import BASELINES, CANDIDATES
-    from mmqk.model.ranges import allow_patch, named_function
+    from mmqk.model.patch import allow_patch, named_function
 
     runs = [*load_runs(options.runs)]
     if options.outcomes:

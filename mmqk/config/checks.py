@@ -3,19 +3,16 @@ its own fields (`__post_init__`). An error is a sentence that names the fields."
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from mmqk.config.training import MonitorConfig, OptimConfig
 from mmqk.model.config import ModelConfig
-from mmqk.model.ranges import check_backend, refuse, shortened
+from mmqk.model.ranges import check_backend, refuse
 
 if TYPE_CHECKING:
     from mmqk.config.run import Given, Parent
-
-MOST_SKIPPED = 1_000_000
 
 
 def check_run(given: Given, parent: Parent | None) -> None:
@@ -81,22 +78,6 @@ def check_conflicts(optim: OptimConfig, model: ModelConfig, monitor: MonitorConf
             budget and optim.skip_step is not None,
     }  # fmt: skip
     refuse({f"{sentence}: remove one of them.": holds for sentence, holds in conflicts.items()})
-
-
-def sequences(skip: str) -> list[int]:
-    """Return the sequence numbers of `fork_skip`, ascending.
-
-    Raises:
-        ValueError: it has another form.
-    """
-    parts = [part.strip() for part in skip.strip().removeprefix("[").removesuffix("]").split(",")]
-    found = [re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", part) for part in parts if part]
-    ends = [(int(match[1]), int(match[2] or match[1])) for match in found if match]
-    if None in found or any(b < a for a, b in ends) or sum(b - a + 1 for a, b in ends) > MOST_SKIPPED:
-        raise ValueError(
-            f"fork_skip is {shortened(skip)}: give sequence numbers such as 26,27 or 26-57, at most {MOST_SKIPPED:,}."
-        )
-    return sorted({n for a, b in ends for n in range(a, b + 1)})
 
 
 def _refuse_fork(given: Given, parent: Parent) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mmqk.config.checks import check_run, sequences
+from mmqk.config.checks import check_run
 from mmqk.config.parse import Fields, help_of, leaves
 from mmqk.config.training import (
     IN_IDENTITY,
@@ -27,15 +27,8 @@ from mmqk.config.training import (
 )
 from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_identity, layout
 from mmqk.model.config import ModelConfig
-from mmqk.model.ranges import (
-    MOST_SEED,
-    MOST_STEPS,
-    SMALLEST_PERTURBATION,
-    allow_patch,
-    check_fields,
-    default_of,
-    number,
-)
+from mmqk.model.patch import allow_patch
+from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, default_of, number, shortened
 from mmqk.store import UserError, check_local, flatten, identity_hash, read_details, with_configs
 from mmqk.store.files import CONFIGS, SHIPPED
 
@@ -51,6 +44,7 @@ SECTIONS: dict[str, type] = {
 
 # Fields that change the state at the start of a fork.
 CHANGES = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments", "fork_skip")
+MOST_SKIPPED = 1_000_000  # sequences of fork_skip
 
 # Fields that later versions of mmqk added. A field at its default is not part of a run's identity, so the ids of
 # earlier runs stay valid. `mmqk.data.config.data_identity` does the same for data.
@@ -343,6 +337,22 @@ def _exists(folder: str, name: str) -> bool:
     if "{" in name:
         return os.path.exists(os.path.dirname(beside))
     return os.path.exists(beside) or any(glob.iglob(os.path.join(glob.escape(folder), name), recursive=True))
+
+
+def sequences(skip: str) -> list[int]:
+    """Return the sequence numbers of `fork_skip`, ascending.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    parts = [part.strip() for part in skip.strip().removeprefix("[").removesuffix("]").split(",")]
+    found = [re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", part) for part in parts if part]
+    ends = [(int(match[1]), int(match[2] or match[1])) for match in found if match]
+    if None in found or any(b < a for a, b in ends) or sum(b - a + 1 for a, b in ends) > MOST_SKIPPED:
+        raise ValueError(
+            f"fork_skip is {shortened(skip)}: give sequence numbers such as 26,27 or 26-57, at most {MOST_SKIPPED:,}."
+        )
+    return sorted({n for a, b in ends for n in range(a, b + 1)})
 
 
 def _identity_of(given: Given, parent: Parent | None) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from mmqk.data.shards.files import is_remote
 from mmqk.data.shards.manifest import MANIFEST, SHARE, stream_hash
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.folder import Layout, is_token_folder, layout_of, read_header, source_hash, tokens_hash
-from mmqk.model.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, allow_patch, check_fields, number, refuse
+from mmqk.model.patch import allow_patch
+from mmqk.model.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number, refuse
 from mmqk.store import UserError, check_local, find_file, tag
 
 # Kinds of data.mix that share a vocabulary: the vocabulary of mmqk's tokenizers, of the user's ids, or of the dial.

@@ -21,7 +21,7 @@ from mmqk.data.shards.read import ShardCache
 from mmqk.data.stream import LaneRows, Stream
 from mmqk.data.tokens.encode import ChangedPairs, open_source
 from mmqk.data.tokens.folder import open_tokens
-from mmqk.model.ranges import named_function
+from mmqk.model.patch import named_function
 from mmqk.store import UserError, identity_hash
 
 # Number of training sequences from which the statistics of the data are computed.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from mmqk.checkpoint import PREFIX, load_checkpoint, model_of, newest_checkpoint
 from mmqk.interop.folders import read_huggingface
 from mmqk.model import EarlyFusionTransformer
-from mmqk.model.ranges import allow_patch, named_function
+from mmqk.model.patch import allow_patch, named_function
 from mmqk.monitors import attach
 from mmqk.monitors.adapters import clean
 from mmqk.store import UserError, flatten, read_json

@@ -27,7 +27,7 @@ from mmqk.inspection.page import FILTERS, TEMPLATES, folders_of, sequence_views
 from mmqk.inspection.views import shard_of
 from mmqk.lab import formatting as report
 from mmqk.model import EarlyFusionTransformer
-from mmqk.model.ranges import named_function
+from mmqk.model.patch import named_function
 from mmqk.store import UserError, read_details, read_json
 from mmqk.store.checkpoint_files import checkpoints_in, step_of
 from mmqk.store.formatting import plain, relative, text_table

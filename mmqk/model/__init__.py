@@ -1,9 +1,10 @@
 """The model, from token ids to logits. It uses only torch, and writes no logs or files.
 
 config           the fields of a model, and the combinations that it refuses; ranges: how fields are checked, which
-                 attention each backend can compute, and functions of a user that change a model
+                 attention each backend can compute
 transformer      embedding, blocks and head; attention, linear, norms: the parts of a block
 backends         the attention kernels
+patch            functions of a user that change a model
 
 Names are imported on first use, so that `mmqk.model.config` can be imported without torch.
 """

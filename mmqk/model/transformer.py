@@ -19,7 +19,8 @@ from .backends import RowStats, allow_many_graphs, documents_of, mask_of
 from .config import ModelConfig
 from .linear import ByModality, init_weights, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
-from .ranges import default_of, named_function
+from .patch import named_function
+from .ranges import default_of
 
 # A function that a forward pass calls as `observer(site, layer, tensor)`, with the tensor itself, not a copy:
 #

@@ -147,6 +147,14 @@ def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
     assert f"{found['unigram']:.2f}" in page.text and f"{len(image):,}" in page.text
 
 
+def test_tokens_are_those_that_another_pairing_leaves(tiny_args, tmp_path):
+    tokens = {}
+    for pairing in ("matched", "shuffled", "captions"):
+        found = inspected(tmp_path / pairing, tiny_args, f"--data.pairing={pairing}").numbers["sources"]
+        tokens[pairing] = next(source for source in found if source["kind"] == "pair")["train_tokens"]
+    assert tokens["captions"] < tokens["shuffled"] == tokens["matched"]
+
+
 def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, tiny_data, tmp_path):
     text, vocabulary = TextTokenizer.load(tiny_data / "tokenizers"), layout_of(tiny_data / "tokenizers")
     image = [BEGIN_IMAGE, *(np.arange(64) % 32 + vocabulary.vocab_sizes["text"]), END_IMAGE]

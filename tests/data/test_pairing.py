@@ -37,7 +37,7 @@ def test_shuffled_pairs_hold_the_same_images_and_captions_and_no_pair_of_before(
     assert not set(before) & set(after)
     assert after == halves(again)
     assert [len(shuffled[i]) for i in range(n)] == shuffled.lengths_N.tolist()
-    assert shuffled.lengths_N.sum() == pairs.tokens and shuffled.image_tokens == 4
+    assert shuffled.tokens == shuffled.lengths_N.sum() == pairs.tokens and shuffled.image_tokens == 4
 
 
 def module(tiny_data, **more) -> TokenDataModule:

@@ -10,7 +10,7 @@ import torch
 
 from mmqk.interop import from_transformers, to_transformers
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig, RopeScalingConfig
-from mmqk.model.ranges import allow_patch
+from mmqk.model.patch import allow_patch
 from mmqk.store import UserError
 from tests.interop.models import CHAMELEON, LLAMA, QWEN3, logits_of, tiny
 from tests.interop.test_parity import LINEAR, LLAMA3, some_ids

@@ -227,6 +227,7 @@ class ChangedPairs:
             self.image_tokens = self._image
         # All images have the same length.
         self.lengths_N = pairs.lengths_N[self.caption_of_N] - self._image + self.image_tokens
+        self.tokens = int(self.lengths_N.sum())
 
     def __len__(self) -> int:
         return len(self._pairs)

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint, weights_of
-from mmqk.config.checks import sequences
-from mmqk.config.run import CHANGES, NEWER, SECTIONS
+from mmqk.config.run import CHANGES, NEWER, SECTIONS, sequences
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.data.order import sequence_numbers
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.model.ranges import default_of, named_function
+from mmqk.model.patch import named_function
+from mmqk.model.ranges import default_of
 from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoint_files import checkpoint_name
 from mmqk.store.formatting import plain
@@ -55,7 +55,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     with these weights.
 
     Args:
-        run: The configuration, with its `fork`.
+        run: The configuration, with its `parent`.
         folder: The run folder.
         probe: Held-out sequences. New gains are computed from the parent's activations on them, and the outputs of
             parent and fork are compared on them.
