@@ -134,11 +134,13 @@ def _of_object(source: str, kind: str, content: Any, config: dict[str, Any]) -> 
         kind = "mmqk checkpoint" if "mmqk_model" in content else kind
         config = next((found for k in _CONFIGS if (found := _fields(content.get(k)))), config)
         content = next((content[k] for k in _STATES if isinstance(content.get(k), dict)), content)
+    else:
+        content = {}
     prefix = PREFIX if kind == "mmqk checkpoint" else ""
     readers: Readers = {
         clean(name.removeprefix(prefix)): value.detach
-        for name, value in (flatten(content) if isinstance(content, Mapping) else {}).items()
-        if isinstance(value, Tensor) and not re.search(r"(^|\.)optim", name)
+        for name, value in flatten({k: v for k, v in content.items() if not str(k).startswith("optim")}).items()
+        if isinstance(value, Tensor)
     }
     return Weights(source, kind, readers, config, _step(source) if step is None else step)
 

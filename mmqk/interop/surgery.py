@@ -111,7 +111,7 @@ def changed_config(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfi
         changed = parse_fields(ModelConfig, {**stored, **fields})
         check_forkable(config, changed)
     except (UserError, ValueError) as error:
-        raise UserError(f"--set model: {error}") from error
+        raise UserError(f"--set model.FIELD=VALUE: {error}") from error
     return changed
 
 

@@ -261,7 +261,7 @@ def _link_parents(runs: list[Run]) -> None:
         if run.fork:
             recorded = (run.forked.get("parent") or {}).get("id")
             found = by_name.get(str(run.fork.get("parent"))) or by_id.get(str(recorded))
-            if found is not None and (not found.fork or found.start < run.start):
+            if found is not None and found is not run and (not found.fork or (found.start or -1) < run.start):
                 run.parent = found
 
 

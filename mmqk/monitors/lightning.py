@@ -50,7 +50,8 @@ class NormMonitor(Callback):
                 logger.log_metrics(values, step)
 
         optimizer = trainer.optimizers if self.options.get("optimizer") else None
-        options = {"max_steps": max(trainer.max_steps, 0), **self.options, "optimizer": optimizer}
+        max_steps = self.options.get("max_steps") or max(trainer.max_steps, 0)
+        options = {**self.options, "max_steps": max_steps, "optimizer": optimizer}
         self.watch = attach(module, log=log, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -43,7 +43,8 @@ class NormCallback(TrainerCallback):
             kinds = tuple(get_reporting_integration_callbacks(args.report_to))
             self._reporters = [c for c in trainer.callback_handler.callbacks if type(c) in kinds]
         optimizer = kwargs["optimizer"] if self.options.get("optimizer") else None
-        options = {"max_steps": state.max_steps, **self.options, "optimizer": optimizer}
+        max_steps = self.options.get("max_steps") or state.max_steps
+        options = {**self.options, "max_steps": max_steps, "optimizer": optimizer}
         self.watch = attach(model, log=self._store, **options)
         self.watch.steps = state.global_step
 

@@ -75,7 +75,8 @@ def shown_arms(study: Study) -> tuple[str, ...]:
 
 
 def outcome_arms(study: Study) -> tuple[str, ...]:
-    """Return the arms whose outcomes the page draws: those that the grid lists, or those of the first figure."""
+    """Return the arms with runs whose outcomes the page draws: those that the grid lists, or those of the first
+    figure."""
     named = first_arms(study) if study.report.get("outcomes") is True else _crossed(study, study.named("outcomes"))
     return measured(study, named)
 

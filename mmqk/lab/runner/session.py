@@ -140,7 +140,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
     """
     with _record_of(out) as first:
         plan, now = make(), claims_hash(grid.raw)
-        registered = first.get("registered", now)
+        registered = first["registered"] if first else now
         before = {(run["id"], run["arm"]): run["claims"] for run in first.get("runs", ()) if run["id"]}
         runs = [{**run, "claims": before.get((run["id"], run["arm"]), now)} for run in plan.entries]
         record: dict[str, Any] = {"name": grid.name, "registered": registered, "grid": grid.raw}

@@ -305,7 +305,10 @@ def _within(path: str, outer: str) -> bool:
 
 def _read_eager(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Call:
     """Read a call of an ``eager_attention_forward``."""
-    named = by_name(forward, (module, *args), kwargs)
+    try:
+        named = by_name(forward, (module, *args), kwargs)
+    except TypeError as error:
+        raise NotMeasured(str(error)) from error
     if not {"module", "query", "key", "value"} <= named.keys():
         parameters = ", ".join(named)
         raise NotMeasured(f"its attention function takes {parameters}, not module, query, key and value")

@@ -234,7 +234,7 @@ def isolated(root: nn.Module, full_precision: bool = True, autocast: bool = Fals
         yield state
         for module in root.modules():
             # FSDP2 keeps the root's weights gathered for the backward pass, but a probe has no backward pass.
-            if hasattr(module, "unshard"):
+            if hasattr(module, "unshard") and hasattr(module, "reshard"):
                 module.reshard()  # type: ignore[operator]
 
 

@@ -163,9 +163,10 @@ class Measurement:
             if len(shape) == 4 and (shape[0], shape[2]) == tuple(self.modality_BT.shape):
                 self.main.inputs = q.inputs
         q_side, k_side = (next((side for side in self.sides if side.has(x)), None) for x in (q, k))
-        if q_side is not None and k_side is not None and (q_side is k_side) == (q.inputs == k.inputs):
+        is_self = q.inputs == k.inputs
+        if q_side is not None and k_side is not None and (q_side is k_side) == is_self:
             return q_side, k_side
-        if q.inputs == k.inputs:
+        if is_self:
             raise OtherTokens(f"attention over the tokens of {q}; modality describes {self.main.source}")
         hint = "" if len(self.sides) > 1 else "; declare the other input with sides="
         raise OtherTokens(f"cross-attention from {q} to {k}{hint}")

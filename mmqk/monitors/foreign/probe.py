@@ -255,9 +255,9 @@ def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> 
 def next_tokens_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
     """Return (B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
     target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
-    labels = dict(named_tensors(inputs.named)).get("labels")
-    is_transformers = type(output).__module__.partition(".")[0] == "transformers"
-    if is_transformers and labels is not None and labels.shape == target_mask_BT.shape:
-        target_mask_BT = target_mask_BT & (labels.to(valid_BT.device).roll(-1, 1) != -100)
+    if type(output).__module__.partition(".")[0] == "transformers":
+        for name, labels in named_tensors(inputs.named):
+            if name == "labels" and labels.shape == target_mask_BT.shape:
+                target_mask_BT = target_mask_BT & (labels.to(valid_BT.device).roll(-1, 1) != -100)
     target_mask_BT[:, -1] = False
     return target_mask_BT

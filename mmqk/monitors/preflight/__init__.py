@@ -78,7 +78,7 @@ def preflight(
         text = "; ".join(filter(None, ("loss of the batch", context.modalities.origin)))
         findings = [Finding("ok", context.first.loss, text, check="forward and backward")]
     except Exception as error:
-        text, advice = f"{type(error).__name__}: {' '.join(str(error).split())}", "run the loss on this batch alone"
+        text, advice = _in_words(error), "run the loss on this batch alone"
         if loss is not None:
             advice += "; loss must be a function loss(model, batch) that calls the model and returns a scalar tensor"
         return Table((Finding("FAILED", None, text, advice, "forward and backward"),))
@@ -88,6 +88,10 @@ def preflight(
         except NotChecked as reason:
             finding = Finding("not checked", None, str(reason))
         except Exception as error:  # a model may refuse a changed batch
-            finding = Finding("not checked", None, f"{type(error).__name__}: {' '.join(str(error).split())}")
+            finding = Finding("not checked", None, _in_words(error))
         findings.append(replace(finding, check=name))
     return Table(tuple(findings))
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"

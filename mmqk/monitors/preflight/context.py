@@ -30,6 +30,7 @@ Loss = Callable[[nn.Module, Any], Tensor]  # from a model and a batch, to a scal
 IGNORED = -100  # the label that a loss leaves out
 # A change is a leak from this multiple of the rounding noise.
 NOISE_FACTOR = 10
+_LIKE_ENTROPY = 0.2  # largest relative error of a derivative that counts as one of a cross-entropy
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,42 @@ class Pass:
             parameters = {name: p for name, p in inputs.root.named_parameters() if p.requires_grad}
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             self.gradients = dict(zip(parameters, gradients, strict=True))
+
+    @cached_property
+    def targets(self) -> Targets:
+        return Targets(self)
+
+
+class Targets:
+    """The targets of a pass of the loss: (B, T) each.
+
+    Raises:
+        NotChecked: the loss is no cross-entropy of the logits that the model returns.
+
+    Attributes:
+        has: whether a position has a target.
+        id: the target.
+        weight: derivative of the loss by the target's cross-entropy.
+        z: sum of the derivative over the vocabulary, which is not 0 with a z-loss.
+        nll: cross-entropy in nats.
+    """
+
+    def __init__(self, of: Pass) -> None:
+        if of.logits_BTV is None:
+            raise NotChecked("cannot be done because the model returns no logits, as with a fused loss")
+        if of.by_logits_BTV is None:
+            raise NotChecked("cannot be done because the loss does not use the logits that the model returns")
+        g, log_p = of.by_logits_BTV.float(), of.logits_BTV.float().log_softmax(-1)
+        p, id_BT1 = log_p.exp(), g.argmin(-1, keepdim=True)
+        g_y, p_y = g.gather(-1, id_BT1), p.gather(-1, id_BT1)
+        size = (g.sum(-1, keepdim=True) - g_y) / (1 - p_y).clamp_min(1e-6)
+        self.weight = (size * p_y - g_y).squeeze(-1)
+        self.has = self.weight > 1e-3 * self.weight.max()
+        fit = (size * p).scatter_add(-1, id_BT1, -torch.where(self.has, self.weight, 0)[..., None])
+        if not (fit - g).norm() < _LIKE_ENTROPY * g.norm():
+            raise NotChecked("the loss is no cross-entropy of the logits that the model returns")
+        self.id, self.z = id_BT1.squeeze(-1), g.sum(-1)
+        self.nll = -log_p.gather(-1, id_BT1).squeeze(-1)
 
 
 def mapped(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:

@@ -16,45 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.foreign.inputs import named_tensors
-from mmqk.monitors.preflight.context import IGNORED, Context, Finding, NotChecked, Pass, judged, mapped
+from mmqk.monitors.preflight.context import IGNORED, Context, Finding, NotChecked, Targets, judged, mapped
 from mmqk.store.formatting import some
 
-_LIKE_ENTROPY = 0.2  # largest relative error of a derivative that counts as one of a cross-entropy
 _EQUAL = 0.01  # relative difference from which two weights differ
 _VISION = ("pixel", "image_", "video_")
 _NO_IDS = {"mask", "position", "type", "document", "doc", "segment", "sequence", "seq"}
-
-
-class Targets:
-    """The targets of a pass of the loss: (B, T) each.
-
-    Raises:
-        NotChecked: the loss is no cross-entropy of the logits that the model returns.
-
-    Attributes:
-        has: whether a position has a target.
-        id: the target.
-        weight: derivative of the loss by the target's cross-entropy.
-        z: sum of the derivative over the vocabulary, which is not 0 with a z-loss.
-        nll: cross-entropy in nats.
-    """
-
-    def __init__(self, of: Pass) -> None:
-        if of.logits_BTV is None:
-            raise NotChecked("cannot be done because the model returns no logits, as with a fused loss")
-        if of.by_logits_BTV is None:
-            raise NotChecked("cannot be done because the loss does not use the logits that the model returns")
-        g, log_p = of.by_logits_BTV.float(), of.logits_BTV.float().log_softmax(-1)
-        p, id_BT1 = log_p.exp(), g.argmin(-1, keepdim=True)
-        g_y, p_y = g.gather(-1, id_BT1), p.gather(-1, id_BT1)
-        size = (g.sum(-1, keepdim=True) - g_y) / (1 - p_y).clamp_min(1e-6)
-        self.weight = (size * p_y - g_y).squeeze(-1)
-        self.has = self.weight > 1e-3 * self.weight.max()
-        fit = (size * p).scatter_add(-1, id_BT1, -torch.where(self.has, self.weight, 0)[..., None])
-        if not (fit - g).norm() < _LIKE_ENTROPY * g.norm():
-            raise NotChecked("the loss is no cross-entropy of the logits that the model returns")
-        self.id, self.z = id_BT1.squeeze(-1), g.sum(-1)
-        self.nll = -log_p.gather(-1, id_BT1).squeeze(-1)
 
 
 def _by_modality(context: Context, targets: Targets) -> dict[str, Tensor]:
@@ -67,7 +34,7 @@ def _by_modality(context: Context, targets: Targets) -> dict[str, Tensor]:
 
 def shift(context: Context) -> Finding:
     """Targets must be the next tokens."""
-    targets, ids, T = Targets(context.first), context.ids_BT, context.ids_BT.shape[1]
+    targets, ids, T = context.first.targets, context.ids_BT, context.ids_BT.shape[1]
     shares = {}
     for by in (1, 0, 2, -1):
         here, there = slice(max(0, -by), T - max(0, by)), slice(max(0, by), T + min(0, by))
@@ -85,13 +52,13 @@ def padding(context: Context) -> Finding:
     """No target is padding."""
     if context.valid_BT.all():
         raise NotChecked("the batch has no padding")
-    n = int((Targets(context.first).has[:, :-1] & ~context.valid_BT[:, 1:]).sum())
+    n = int((context.first.targets.has[:, :-1] & ~context.valid_BT[:, 1:]).sum())
     return judged(n > 0, n, f"{n} targets are padding", f"set labels to {IGNORED} at padding")
 
 
 def reached(context: Context) -> Finding:
     """Every label is a target of the loss."""
-    targets, ids = Targets(context.first), context.ids_BT
+    targets, ids = context.first.targets, context.ids_BT
     named = [x for name, x in named_tensors(context.batch) if name in {"label", "labels", "target", "targets"}]
     all_labels = [x for x in named if x.ndim == 2 and len(x) == len(ids)]
     by = ", ".join(f"{int(where.sum())} {name}" for name, where in _by_modality(context, targets).items())
@@ -106,7 +73,7 @@ def reached(context: Context) -> Finding:
 
 def z_loss(context: Context) -> Finding:
     """A z-loss leaves out padding."""
-    targets = Targets(context.first)
+    targets = context.first.targets
     limit = 100 * torch.finfo(context.first.by_logits_BTV.dtype).eps * float(targets.weight.max())  # type: ignore[union-attr]
     acts = targets.z.abs() > limit
     n = int((acts & ~context.valid_BT).sum())
@@ -119,7 +86,7 @@ def weights(context: Context) -> Finding:
 
     Modalities may have different weights on purpose: these are printed and not judged.
     """
-    targets, problem, words = Targets(context.first), "", []
+    targets, problem, words = context.first.targets, "", []
     groups = _by_modality(context, targets)
     for name, where in groups.items():
         weight = targets.weight[where]
@@ -138,7 +105,7 @@ def weights(context: Context) -> Finding:
 
 def one_modality(context: Context) -> Finding:
     """A batch of one modality has a finite loss, and gradients that are 0 and not None."""
-    modalities, trained = context.modalities, _by_modality(context, Targets(context.first))
+    modalities, trained = context.modalities, _by_modality(context, context.first.targets)
     if modalities.function or len(modalities.names) < 2:
         raise NotChecked("modality has no id ranges of two modalities")
     has_vision = any(name.startswith(_VISION) for name, _ in named_tensors(context.batch))
@@ -185,7 +152,7 @@ def halves(context: Context) -> Finding:
         raise NotChecked("the batch has one sequence")
     parts = [_rows(context.batch, B, rows) for rows in (slice(0, middle), slice(middle, B))]
     passes = [context.first, *map(context.training_pass, parts)]
-    n, n_one, n_two = (int(Targets(of).has.sum()) for of in passes)
+    n, n_one, n_two = (int(of.targets.has.sum()) for of in passes)
     given = [[x.flatten().double() for x in of.gradients.values() if x is not None] for of in passes]
     whole, one, two = map(torch.cat, given)
     if not len(whole) == len(one) == len(two):
@@ -250,7 +217,7 @@ def ids(context: Context) -> Finding:
 
 def initial(context: Context) -> Finding:
     """The loss by modality against ln V and against the unigram entropy of the batch."""
-    targets, words, worst, logits = Targets(context.first), [], -math.inf, context.first.logits_BTV
+    targets, words, worst, logits = context.first.targets, [], -math.inf, context.first.logits_BTV
     assert logits is not None
     V = int((logits[0, 0] > torch.finfo(logits.dtype).min).sum())  # Chameleon hides the logits of image ids
     for name, where in _by_modality(context, targets).items():
