@@ -237,6 +237,7 @@ class Sharded(ModelParallelStrategy):
         """Read the whole checkpoint in each process; each process keeps only its own shards."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
+            get_optimizer_state_dict,
             set_model_state_dict,
             set_optimizer_state_dict,
         )
@@ -245,7 +246,13 @@ class Sharded(ModelParallelStrategy):
         assert self.model is not None
         options = StateDictOptions(full_state_dict=True)
         for optimizer, saved in zip(self.optimizers, content["optimizer_states"], strict=True):
-            named = _renamed(saved, dict(enumerate(parameter_names(optimizer, self.model))))
+            names = parameter_names(optimizer, self.model)
+            named = _renamed(saved, dict(enumerate(names)))
+            if fresh := [name for name in names if name not in named["state"]]:  # of a fork: they start at zero
+                state = get_optimizer_state_dict(self.model, optimizer, options=options)["state"]
+                named["state"] |= {
+                    name: {key: torch.zeros_like(value) for key, value in state[name].items()} for name in fresh
+                }
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=named, options=options)
         # Load the weights after the optimizer state, because torch may take an optimizer step with learning rate 0 to
         # create that state.

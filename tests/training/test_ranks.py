@@ -197,6 +197,16 @@ def test_a_fork_leaves_it(pair, tmp_path, capsys):
     assert said[0] == said[1] == [{"field": "loss.z_loss", "from": 0.001, "to": 0.01}]
 
 
+@OF_EACH_STRATEGY
+def test_parameters_that_a_fork_adds_start_alike(pair, tmp_path):
+    strategy, _, two = pair
+    fork = [f"--fork={two / 'checkpoints/step00000008.ckpt'}", "--quiet", "--model.layer_scale=0.5"]
+    alone = [f"{where}={value}" for where, value in zip(WHERE, (1, 1, "auto"), strict=True)]
+    assert main([*fork, *alone, f"--out={tmp_path / 'one'}"]) == 0
+    assert train([*fork, f"--out={tmp_path / 'two'}"], tmp_path / "log", strategy) == [0, 0]
+    close(series(tmp_path / "two"), series(tmp_path / "one"))
+
+
 LONG = ["--trainer.max_steps=100000", "--checkpoint.every_n_steps=0", "--monitor.every_n_steps=0",
         "--data.val_every_n_steps=0"]  # fmt: skip
 
