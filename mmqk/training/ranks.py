@@ -249,10 +249,9 @@ class Sharded(ModelParallelStrategy):
             names = parameter_names(optimizer, self.model)
             named = _renamed(saved, dict(enumerate(names)))
             if fresh := [name for name in names if name not in named["state"]]:  # of a fork: they start at zero
-                state = get_optimizer_state_dict(self.model, optimizer, options=options)["state"]
-                named["state"] |= {
-                    name: {key: torch.zeros_like(value) for key, value in state[name].items()} for name in fresh
-                }
+                full: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=options)
+                for name in fresh:
+                    named["state"][name] = {key: torch.zeros_like(x) for key, x in full["state"][name].items()}
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=named, options=options)
         # Load the weights after the optimizer state, because torch may take an optimizer step with learning rate 0 to
         # create that state.
