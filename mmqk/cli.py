@@ -1,5 +1,5 @@
-"""The command line: ``mmqk`` lists the commands, and ``mmqk train`` calls `main` of the module of its command. ``mmqk
-init`` is here.
+"""The command line: ``mmqk`` lists the commands, and ``mmqk NAME`` calls `main` of the module of that command. ``mmqk
+init`` is in this file.
 
 ``python -m mmqk.train``, ``python -m mmqk.ablate`` and ``python -m mmqk.report`` work too.
 """

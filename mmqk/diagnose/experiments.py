@@ -86,7 +86,7 @@ def run(folder: Path, step: int | None, fields: Mapping[str, Any]) -> tuple[Even
     end = min(one.planned_steps, event.step + PAST)
     loud = _loud(metrics[event.tag], event)
     earlier = loud.loc[:start].iloc[-SMOOTH:]
-    # A fork that begins at the event has no earlier values of its own.
+    # A fork that begins at the event has no earlier values.
     before = float(earlier.median() if len(earlier) else loud.iloc[0])
     left_out = _sequences(one, metrics, event, start, before)
     wide = not str(one.setting("trainer.precision", "32-true")).startswith("bf16")

@@ -248,7 +248,7 @@ class Sharded(ModelParallelStrategy):
         for optimizer, saved in zip(self.optimizers, content["optimizer_states"], strict=True):
             names = parameter_names(optimizer, self.model)
             named = _renamed(saved, dict(enumerate(names)))
-            if fresh := [name for name in names if name not in named["state"]]:  # of a fork: they start at zero
+            if fresh := [name for name in names if name not in named["state"]]:  # a fork added them: they start at zero
                 full: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=options)
                 for name in fresh:
                     named["state"][name] = {key: torch.zeros_like(x) for key, x in full["state"][name].items()}

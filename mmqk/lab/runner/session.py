@@ -17,7 +17,7 @@ from mmqk.lab.grid import Grid
 from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.runner.plan import Plan, Resolver, Wait, checkpoint_of, plan
 from mmqk.lab.runner.pool import Task, TaskOutcome, standing
-from mmqk.store import UserError, find_file, new_folder, read_run, read_status, write_json
+from mmqk.store import DamagedFile, UserError, find_file, new_folder, read_run, read_status, write_json
 from mmqk.store.files import writing
 from mmqk.store.folder import ABLATION_NAME, read_ablation
 from mmqk.store.formatting import clock, text_table
@@ -121,7 +121,7 @@ def check_out(out: Path, grid: Grid) -> None:
     at = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not at.is_dir():
         raise UserError(f"{out} cannot be a folder, because {at} is a file: give another --out")
-    record = read_ablation(out)
+    record = _read_record(out)
     if record is not None and record.get("name") != grid.name:
         raise UserError(f"{out} has the runs of grid {record.get('name')!r}, not {grid.name!r}: give another --out")
 
@@ -167,7 +167,7 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
     if not pack.exists():
         raise UserError(f"{pack} does not exist: --from takes a pack of the grid's runs (mmqk pack)")
     source = unpacked(pack)
-    packed = read_ablation(source)
+    packed = _read_record(source)
     if not pack.is_file() or packed is None or packed.get("name") != grid.name:
         raise UserError(f"{pack} is not a pack of the grid {grid.name!r}: pack the folder of its runs (mmqk pack)")
     new: list[str] = []
@@ -198,7 +198,17 @@ def _record_of(out: Path) -> Iterator[dict[str, Any]]:
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK_NAME):
-            yield read_ablation(out) or {}
+            yield _read_record(out) or {}
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
+    """Return the content of the ablation.json of a folder, which must have the registration of its claims; None if
+    there is none."""
+    record = read_ablation(folder)
+    if record and not ("registered" in record and all({"id", "claims"} <= run.keys() for run in record["runs"])):
+        advice = "restore it from a copy, as it holds the registration of the claims"
+        raise DamagedFile(folder / ABLATION_NAME, "it has no registration", advice)
+    return record
 
 
 # Tables ---------------------------------------------------------------------------------------------------

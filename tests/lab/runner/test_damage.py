@@ -18,11 +18,15 @@ CHANGED = GRID.replace("0.5", "0.1")
 RECORD = Path("runs/toy/ablation.json")
 
 
-@pytest.mark.parametrize("damage", ["cut", "folder"])
+@pytest.mark.parametrize("damage", ["cut", "folder", "registered", "claims"])
 def test_a_damaged_registration_is_refused_and_kept(world, capsys, damage):
     assert world(grid=GRID) == 0
     whole = RECORD.read_bytes()
-    content = whole[: len(whole) // 2] if damage == "cut" else None
+    content = {
+        "cut": whole[: len(whole) // 2],
+        "registered": whole.replace(b'"registered"', b'"other"'),
+        "claims": whole.replace(b'"claims": "', b'"other": "'),
+    }.get(damage)
     RECORD.unlink()
     RECORD.mkdir() if content is None else RECORD.write_bytes(content)
     runs = {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*/seed*/*")}
