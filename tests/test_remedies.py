@@ -77,6 +77,7 @@ def test_its_flags_resolve_and_change_what_they_say_and_nothing_else(remedy, con
 # The page ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_code_and_the_tests_say():
     assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.remedies_page"
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,18 +165,14 @@ class Watch:
         if not self._tried:
             self._step_times.append(time.perf_counter())
         is_due = self._due(previous, self.steps)
-        values = self.updates.values() if self.updates is not None else {}
-        values = values if is_due else {}
         self.losses.end_step(self.steps, loss, self.prober.device)
-        call = None
-        try:
-            is_copy, call = self._last_call.is_copy, self._last_call.take(self.model)
-            if is_due:
-                values |= self._values(call, is_copy)
-        except Exception as error:
-            if self.strict or getattr(error, "is_fatal", False):
-                raise
-            self._skip(error)
+        is_copy, call = self._last_call.is_copy, self._last_call.take(self.model)
+        values: dict[str, float] = {}
+        with self._going_on("numbers of the update"):
+            values = self.updates.values() if self.updates is not None else {}
+        values = values if is_due else {}
+        with self._going_on("probe"):
+            values |= self._values(call, is_copy) if is_due else {}
         if is_due or self.losses.is_full:
             self._write(values, call)
         self._last_call.copying = self._due(self.steps, 2 * self.steps - previous)
@@ -288,18 +284,23 @@ class Watch:
                 site = self.prober.bad_site(call)
         return first_of_ranks(site)
 
-    def _skip(self, error: Exception) -> None:
-        """Print why a probe failed, once for each reason."""
-        self._tried = True
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if reason in self._failures or getattr(error, "is_elsewhere", False):
-            return
-        self._failures.add(reason)
-        print(
-            f"mmqk: no probe at step {self.steps}, training goes on: {reason} (strict=True raises the error; a later "
-            "probe that fails in the same way prints nothing)",
-            flush=True,
-        )
+    @contextlib.contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """Print why a measurement failed, once for each reason; with ``strict`` raise the error."""
+        try:
+            yield
+        except Exception as error:
+            if self.strict or getattr(error, "is_fatal", False):
+                raise
+            self._tried = True
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if reason not in self._failures and not getattr(error, "is_elsewhere", False):
+                self._failures.add(reason)
+                print(
+                    f"mmqk: no {what} at step {self.steps}, training goes on: {reason} (strict=True raises the error; "
+                    "a later failure of the same kind prints nothing)",
+                    flush=True,
+                )
 
     def _attention_note(self, call: Inputs) -> str:
         """Return a note of the QK-Norm, scale and cap of the attention calls; empty if they cannot be read, or with

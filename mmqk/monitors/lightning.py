@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from inspect import signature
 from typing import Any
 
@@ -22,8 +23,7 @@ class NormMonitor(Callback):
         model: path of the submodule in the LightningModule, such as "net" or "net.decoder"; "" if the training step
             calls the forward of the LightningModule itself.
         modality: as in `attach`, which by default reads it from the model's config.
-        options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
-            ``adapter``, ``sides``, ``matrices`` and ``strict``. ``optimizer=True`` measures the Trainer's optimizers.
+        options: the other arguments of `attach` except ``log``. ``optimizer=True`` measures the Trainer's optimizers.
     """
 
     def __init__(self, model: str, modality: Modality | None = None, **options: Any):
@@ -50,7 +50,8 @@ class NormMonitor(Callback):
                 logger.log_metrics(values, step)
 
         optimizer = trainer.optimizers if self.options.get("optimizer") else None
-        max_steps = self.options.get("max_steps") or max(trainer.max_steps, 0)
+        planned = trainer.estimated_stepping_batches  # infinite without a set length
+        max_steps = self.options.get("max_steps") or (int(planned) if 0 < planned < math.inf else 0)
         options = {**self.options, "max_steps": max_steps, "optimizer": optimizer}
         self.watch = attach(module, log=log, **options)
 

@@ -23,8 +23,7 @@ class NormCallback(TrainerCallback):
 
     Args:
         modality: as in `mmqk.monitors.attach`, which by default reads it from the model's config.
-        options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
-            ``adapter``, ``sides``, ``matrices`` and ``strict``. ``optimizer=True`` measures the Trainer's optimizer.
+        options: the other arguments of `attach` except ``log``. ``optimizer=True`` measures the Trainer's optimizer.
     """
 
     def __init__(self, modality: Modality | None = None, **options: Any):
@@ -52,17 +51,21 @@ class NormCallback(TrainerCallback):
         """Probe if a probe is due, and log its values as `Trainer.log` does, but without printing them."""
         assert self.watch is not None
         self.watch.step(state.global_step)
+        self._report(args, state, control, model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Remove the hook at the end of the run, log the last losses, and write the status "completed"."""
+        if self.watch is not None:
+            self.watch.close()
+            self._report(args, state, control, model)
+
+    def _report(self, args: Any, state: Any, control: Any, model: Any) -> None:
         if self._values is not None:
             epoch = {} if state.epoch is None else {"epoch": state.epoch}
             state.log_history.append({**self._values, **epoch, "step": state.global_step})
             for reporter in self._reporters:
                 reporter.on_log(args, state, control, logs=dict(self._values), model=model)
             self._values = None
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the hook at the end of the run, and write the status "completed"."""
-        if self.watch is not None:
-            self.watch.close()
 
     def _store(self, values: dict[str, float], step: int) -> None:
         self._values = values

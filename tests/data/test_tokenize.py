@@ -386,6 +386,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_workers_at_once(shards: Path, tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(HELD)
     held, out = shards / "00002.tar", tmp_path / "out"

@@ -57,8 +57,8 @@ def bound(old, new, batch) -> float:
     wanted = old(batch.ids_BT).detach()
     gains = gains_of(new)
     best, optimizer = float("inf"), torch.optim.Adam(gains, lr=0.03)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    for _ in range(100):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    for _ in range(40):
         error = (new(batch.ids_BT) - wanted).square().sum() / wanted.square().sum()
         best = min(best, float(error.detach()) ** 0.5)
         optimizer.zero_grad()

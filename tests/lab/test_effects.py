@@ -68,7 +68,7 @@ def test_runs_of_one_history_are_compared_by_their_differences():
     assert not paired_effect({0: 1.0}, {0: 2.0}, None, share_history=True).has_interval
 
 
-def misses(sds, draws=4000):
+def misses(sds, draws=1500):
     """Return how often the interval of the difference between two of three equal arms excludes 0: by our rule, and by
     the pooled spread alone (the control)."""
     rng = np.random.default_rng(3)

@@ -186,10 +186,14 @@ class Output:
             site: the first place with a value that is not finite, if it was looked for.
         """
         warn_of_mass(values, step, self._warned)
-        if self._writer is not None:
-            self._writer.write(step, values)
-            self._writer.flush()
-            self._status("running", step)
+        try:
+            if self._writer is not None:
+                self._writer.write(step, values)
+                self._writer.flush()
+                self._status("running", step)
+        except OSError as error:  # such as a full disk, which must not end the training
+            print(f"mmqk: no numbers are written from step {step} on, training goes on: {error}", flush=True)
+            self._writer = None
         if self.log is not None and is_present:
             self.log({**values, **over_layers(values)}, step=step)
         for alarm in self.rules.update(step, values):

@@ -26,7 +26,7 @@ from mmqk.monitors.modalities import Modalities
 from mmqk.store import UserError, tag
 
 Optimizers = Optimizer | Sequence[Optimizer]
-MOST_PENDING = 100  # steps whose losses stay on the device at most
+MOST_PENDING = 10  # steps whose losses stay on the device at most
 _IGNORED = -100  # a target that torch's cross_entropy leaves out
 
 
@@ -62,6 +62,7 @@ class Updates:
         self._clips: list[tuple[list[Tensor], Tensor]] = []  # of this step
         self._factor = torch.ones(())  # of the last step
         self._n_clips, self._clipped = 0, torch.zeros(())
+        self._error: Exception | None = None  # of the last measured step
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in self.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_step) for o in self.optimizers]
         _CLIP_LISTENERS.append(self._clip)
@@ -88,13 +89,24 @@ class Updates:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self.due:
+            scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, for fused optimizers
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 if p in self.names and p.grad is not None:
-                    self._before[p] = p.detach().clone(), _whole(_wide(p.grad).square().sum())
+                    gradient = _wide(p.grad) if scale is None else _wide(p.grad) / scale.to(p.device)
+                    self._before[p] = p.detach().clone(), _whole(gradient.square().sum())
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        try:
+            self._measure(optimizer)
+        except Exception as error:  # an optimizer may keep anything in its state
+            self._error = error
+        self._clips = []
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        factors = {p: factor for parameters, factor in self._clips for p in parameters} if self._before else {}
+    def _measure(self, optimizer: Optimizer) -> None:
+        factors: dict[Tensor, Tensor] = {}
+        for p, factor in ((p, factor) for parameters, factor in self._clips for p in parameters):
+            factors[p] = factors[p] * factor if p in factors else factor
         for group in optimizer.param_groups if self._before else ():
             for p in group["params"]:
                 if p not in self._before:
@@ -102,14 +114,13 @@ class Updates:
                 before, grad_sq = self._before.pop(p)
                 update_sq = _whole((_wide(p) - _wide(before)).square().sum())
                 sizes = [grad_sq, update_sq, factors.get(p, torch.ones_like(grad_sq))]
-                state = optimizer.state.get(p, {})
-                moment = state.get("exp_avg_sq")
-                if p.ndim > 1 and moment is not None and moment.shape == p.shape and p.grad is not None:
+                state = group | optimizer.state.get(p, {})  # some optimizers count the steps of a group
+                moment, betas = state.get("exp_avg_sq"), state.get("betas", ())
+                is_adam = moment is not None and moment.shape == p.shape and len(betas) == 2 and "step" in state
+                if p.ndim > 1 and is_adam and p.grad is not None and not p.grad.is_sparse:
                     step = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
-                    beta2, eps = group["betas"][1], group["eps"]
-                    sizes.append(_whole(gradient_over_second_moment(p.grad, moment, step, beta2, eps)))
-                self._steps.append((p, float(group["lr"]), sizes))
-        self._clips = []
+                    sizes.append(_whole(gradient_over_second_moment(p.grad, moment, step, betas[1], state["eps"])))
+                self._steps.append((p, float(group.get("lr") or 0), sizes))
 
     # After a step
 
@@ -117,9 +128,11 @@ class Updates:
         """Return the numbers of the last measured step by tag, and forget it; empty if no step was measured.
 
         Norms of gradients are those before clipping. ``clip_share`` is the share of clipped steps since the last
-        numbers.
+        numbers. An error of the measured step is raised here, because one in a hook would end the training.
         """
-        steps, self._steps = self._steps, []
+        steps, self._steps, error, self._error = self._steps, [], self._error, None
+        if error is not None:
+            raise error
         if not steps:
             return {}
         tensors = [x for _, _, sizes in steps for x in sizes] + [self._factor, self._clipped]

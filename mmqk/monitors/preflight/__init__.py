@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from mmqk.monitors.foreign.steps import Optimizers
 from mmqk.monitors.modalities import Modality
 from mmqk.monitors.preflight import attention, parameters
 from mmqk.monitors.preflight import loss as losses
 from mmqk.monitors.preflight.context import Context, Finding, Loss, NotChecked, Table
+from mmqk.store import UserError
 
 __all__ = ["Finding", "Table", "preflight"]
 
@@ -53,7 +54,7 @@ def preflight(
     model: nn.Module,
     batch: Any,
     loss: Loss | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     modality: Modality | None = None,
 ) -> Table:
     """Check a model and a batch before training, in some forward and backward passes.
@@ -66,13 +67,15 @@ def preflight(
         batch: a batch of two or more sequences, with padding if training has padding: a mapping
             (``model(**batch)``), a tuple (``model(*batch)``) or a tensor (``model(batch)``).
         loss: a function (model, batch) -> scalar that calls the model; by default ``model(**batch).loss``.
-        optimizer: the optimizer; without it, its checks are left out.
+        optimizer: the optimizer or a list of them; without it, its checks are left out.
         modality: the id ranges of each modality except text, ``{"image": range(4, 8196)}``, or a function, as for
             `attach`; by default the ids that the model's config names, or text only.
 
     Raises:
-        UserError: an invalid range or name of a modality.
+        UserError: no module, or an invalid range or name of a modality.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is of {type(model)}: pass the nn.Module that the training loop calls")
     context = Context(model, batch, loss, optimizer, modality)
     try:
         text = "; ".join(filter(None, ("loss of the batch", context.modalities.origin)))

@@ -46,7 +46,7 @@ def causality(context: Context) -> Finding:
             worst, place = max((worst, place), (change, cut))
     if worst < 0:
         raise NotChecked("the batch has no tokens that can be replaced by others of their modality")
-    advice = "hide later tokens in the attention mask; look for shifts and convolutions that read ahead"
+    advice = "unless it is an encoder, hide later tokens in the mask; look for shifts and convolutions that read ahead"
     return _leak(context, worst, f"outputs before token {place}", "if later tokens change", advice)
 
 

@@ -22,6 +22,7 @@ from mmqk.monitors.foreign.calls import documents_of_positions
 from mmqk.monitors.foreign.inputs import Inputs, named_tensors, valid_tokens
 from mmqk.monitors.foreign.isolate import copied, isolated
 from mmqk.monitors.foreign.probe import find_logits
+from mmqk.monitors.foreign.steps import Optimizers
 from mmqk.monitors.modalities import Modality, modalities_of
 from mmqk.monitors.preflight.reading import SeenCall, read_calls
 from mmqk.store.files import as_json
@@ -148,7 +149,7 @@ class Targets:
 
     def __init__(self, of: Pass) -> None:
         if of.logits_BTV is None:
-            raise NotChecked("cannot be done because the model returns no logits, as with a fused loss")
+            raise NotChecked("cannot be done because no logits of the ids' shape are returned, as with a fused loss")
         if of.by_logits_BTV is None:
             raise NotChecked("cannot be done because the loss does not use the logits that the model returns")
         g, log_p = of.by_logits_BTV.float(), of.logits_BTV.float().log_softmax(-1)
@@ -184,14 +185,15 @@ class Context:
         model: the object that the training loop calls.
         batch: a mapping (``model(**batch)``), a tuple (``model(*batch)``) or a tensor (``model(batch)``).
         loss: a function (model, batch) -> scalar; by default the attribute ``loss`` of the model's output.
-        optimizer: the optimizer, or None.
+        optimizers: the optimizer or a list of them, or None.
         modality: as for `attach`.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: Optimizer | None, modality: Modality | None
+        self, model: nn.Module, batch: Any, loss: Loss | None, optimizers: Optimizers | None, modality: Modality | None
     ):
-        self.model, self.root, self.batch, self.optimizer = model, unwrapped(model), batch, optimizer
+        self.model, self.root, self.batch = model, unwrapped(model), batch
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
         self.loss = loss or self._own_loss
         self.modalities = modalities_of(model, modality)
 

@@ -26,6 +26,7 @@ def test_without_its_rules_the_pipeline_is_wrong_more_often():
     assert null.false_verdicts(null.WITHOUT_HOLM, draws=100).value > 0.1
 
 
+@pytest.mark.slow
 def test_without_an_effect_nothing_is_reproduced():
     assert null.false_verdicts(null.SIX, null.Planted(), draws=100).upper <= 0.065
 

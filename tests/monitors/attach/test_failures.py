@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,17 @@ def test_training_goes_on_and_later_probes_are_written(tmp_path, capsys):
     assert "mmqk: no probe at step 2, training goes on: the probe's forward of Fails" in printed
     assert "ValueError: no such layer" in printed and "no probe at step 6" in printed and "no memory" in printed
     assert "attention measured in 3 of 3 layers" in printed  # the line of the first probe that succeeds
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, capsys, monkeypatch):
+    model, logged = Net(), []
+    watch = attach(model, modality=IMAGE, every_n_steps=2, out=tmp_path, log=lambda values, step: logged.append(step))
+    train(model, model, 2, watch)
+    monkeypatch.setattr(os, "fsync", lambda file: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+    train(model, model, 4, watch)
+    watch.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["step"] == 2 and logged == [2, 4, 6]
+    assert capsys.readouterr().out.count("no numbers are written from step 4 on") == 1
 
 
 def test_strict_raises_the_error():

@@ -117,6 +117,15 @@ def test_alarms_are_those_of_the_rules_and_each_kind_is_printed_once(tmp_path, c
     assert [a.step for a in read_alarms(tmp_path)] == [151]
 
 
+def test_losses_wait_for_10_steps_at_most(tmp_path):
+    net = Net(["sdpa"])
+    watch = attach(net, modality=IMAGE, every_n_steps=500, out=tmp_path)
+    for ids in batches(29, B=1, T=12):
+        net(ids)
+        watch.step(loss=1.0)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 21))
+
+
 class Overflow(nn.Module):
     """Makes the values of some tokens infinite."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,6 +59,16 @@ def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights
     assert [{"step": step, **values} for step, values in reported.items()] == [x | over_layers(x) for x in lines]
     assert lines[0]["attn_layers_seen"] == 3 and "q_raw_norm/image/layer02" in lines[0]
     assert lines[1]["update_norm"] > 0 and lines[1]["clip_factor"] <= 1
+
+
+def test_transformers_reports_the_losses_that_wait_at_the_end():
+    pytest.importorskip("transformers")
+    from mmqk.monitors.transformers import NormCallback
+
+    callback, state = NormCallback(), SimpleNamespace(global_step=25, epoch=None, log_history=[])
+    callback.watch = SimpleNamespace(close=lambda: callback._store({"loss/text": 1.0}, 25))  # type: ignore[assignment]
+    callback.on_train_end(None, state, None)
+    assert state.log_history == [{"loss/text": 1.0, "step": 25}]
 
 
 @pytest.mark.parametrize(

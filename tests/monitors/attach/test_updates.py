@@ -182,3 +182,66 @@ def test_an_optimizer_without_a_second_moment_has_no_ratio_to_it():
     train(model, optimizer, clip=None, watch=watch)
     assert logged["update_norm"] == pytest.approx(0.1 * logged["grad_norm"])
     assert not any(tag.startswith(("grad_over_v", "clip_")) for tag in logged)
+
+
+def lamb(model):
+    optim = pytest.importorskip("timm.optim")
+    return optim.create_optimizer_v2(model.parameters(), opt="lamb", lr=LR)
+
+
+def adan(model):
+    optim = pytest.importorskip("timm.optim")
+    return optim.create_optimizer_v2(model.parameters(), opt="adan", lr=LR)
+
+
+def adafactor(model):
+    optimization = pytest.importorskip("transformers.optimization")
+    return optimization.Adafactor(model.parameters())  # has no learning rate
+
+
+def sparse(model):
+    model.net.embed.sparse = True
+    return torch.optim.SparseAdam([model.net.embed.weight], LR)
+
+
+@pytest.mark.parametrize("make", [lamb, adan, adafactor, sparse])
+def test_optimizers_with_another_state_are_measured_and_train_the_same_weights(make, capsys):
+    model, logged = Model(), {}
+    twin = deepcopy(model)
+    watch = attach(
+        model, modality={}, every_n_steps=4, optimizer=make(model), log=lambda values, step: logged.update(values)
+    )
+    assert train(model, watch.updates.optimizers[0], clip=None, watch=watch) == train(twin, make(twin), clip=None)
+    assert logged["update_norm"] > 0 < logged["grad_norm"] and "training goes on" not in capsys.readouterr().out
+    assert any(tag.startswith("grad_over_v/") for tag in logged) == (make is lamb)
+
+
+def test_an_error_of_the_measurement_does_not_end_the_training(capsys):
+    model, logged = Model(), {}
+    optimizer = adamw(model)
+    watch = attach(
+        model, modality={}, every_n_steps=4, optimizer=optimizer, log=lambda values, step: logged.update(values)
+    )
+    watch.updates._measure = lambda optimizer: 1 / 0
+    train(model, optimizer, clip=None, watch=watch)
+    assert "no numbers of the update at step 1, training goes on" in capsys.readouterr().out
+    assert "q_norm/text/layer00" in logged and "update_norm" not in logged
+
+
+def test_a_gradient_scaler_does_not_scale_the_gradient_norm():
+    """A fused optimizer divides by the scale in its step, others before it."""
+
+    def norms_of(fused):
+        model, logged = Model(), {}
+        optimizer = torch.optim.AdamW(model.parameters(), LR, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        watch = attach(model, modality={}, every_n_steps=1, optimizer=optimizer, log=lambda v, step: logged.update(v))
+        (ids,) = batches(1, B=2, T=9)
+        loss = nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        watch.step()
+        return {tag: x for tag, x in logged.items() if tag.startswith(("grad_", "update_"))}
+
+    norms = norms_of(False)
+    assert norms == pytest.approx(norms_of(True), rel=1e-5) and len(norms) > 30

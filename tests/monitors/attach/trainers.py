@@ -36,11 +36,12 @@ def lightning_run(out: Path, watched: bool = True, logger: Any = False):
     monitor = NormMonitor(model="net", modality=IMAGE, every_n_steps=20, sequences=2, out=out, optimizer=True)
     callbacks = [monitor] if watched else []
     trainer = L.Trainer(
-        max_steps=20, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_checkpointing=False,
+        max_epochs=1, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     module = Module()
     trainer.fit(module, torch.utils.data.DataLoader(batches(20, B=2, seed=0), batch_size=None))
+    assert not watched or monitor.watch.output.rules.max_steps == 20  # the batches of the epoch
     return module.net.state_dict()
 
 

@@ -15,6 +15,7 @@ import torch
 from mmqk.cli import main
 from mmqk.monitors import preflight
 from mmqk.monitors.preflight.context import Context
+from mmqk.store import UserError
 from tests.monitors.preflight.families import FAMILIES, PAD, Case, sound
 
 pytest.importorskip("transformers")
@@ -72,6 +73,17 @@ def test_a_forward_that_fails_is_a_line():
     case.batch["input_ids"] = case.batch["input_ids"] + 90
     (finding,) = preflight(case.model, case.batch, case.loss).failed
     assert finding.check == "forward and backward" and finding.text.startswith("IndexError: index out of range")
+
+
+def test_several_optimizers_count_together_and_another_object_is_refused():
+    case = sound("plain")
+    parameters = list(case.model.parameters())
+    two = [torch.optim.AdamW(half, 1e-3, weight_decay=0.0) for half in (parameters[:5], parameters[5:])]
+    found = {f.check: f.result for f in preflight(case.model, case.batch, case.loss, two).findings}
+    one = {f.check: f.result for f in preflight(case.model, case.batch, case.loss, two[:1]).findings}
+    assert (found["parameters: in no group"], one["parameters: in no group"]) == ("ok", "FAILED")
+    with pytest.raises(UserError, match=r"pass the nn\.Module"):
+        preflight(case.batch, case.model)
 
 
 MODULE = """
