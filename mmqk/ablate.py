@@ -11,13 +11,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mmqk.lab.grid import Grid, load_grids
-from mmqk.lab.grid.claims import check_arms
+from mmqk.lab.grid.claims import as_list, check_arms
 from mmqk.lab.runner.executors import PRELOAD, TRAIN, Local, Ray, Slurm, cores, gpus, start_server
 from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, Executor, Pool
@@ -59,8 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     local = options.executor == "local"
     devices = gpus() if local else ()
     jobs = options.jobs or (len(devices) or min(2, cores()) if local else CLUSTER_JOBS)
-    of_job = {name: value for name, value in options.job.items() if name in ("cpus-per-task", "num_cpus")}
-    threads = max(1, cores() // jobs) if local else int(next(iter(of_job.values()), "1"))
+    with _as_mistake(options):
+        given = {name.replace("-", "_"): value for name, value in options.job.items()}
+        cpus = float(given.get("cpus_per_task", given.get("num_cpus", 1)))
+    threads = max(1, cores() // jobs if local else int(cpus))
     session = _session(options, threads)
     if options.pack is not None:
         new = take_runs(options.pack, session.out, session.grid)
@@ -73,9 +75,11 @@ def main(argv: list[str] | None = None) -> int:
         # Start the server now, so that it imports torch while this process plans the runs.
         start_server(PRELOAD)
     session.look()
-    from mmqk.lab.grid.decidable import decidable_claims, few_seeds  # slow to import
+    from mmqk.lab.grid.decidable import check_modalities, decidable_claims, few_seeds  # slow to import
 
-    for sentence in few_seeds(decidable_claims(session.grid), session.grid.jobs):
+    claims = decidable_claims(session.grid)
+    check_modalities(claims, session.resolver.modalities, session.grid.path)
+    for sentence in few_seeds(claims, session.grid.jobs):
         print(sentence, flush=True)
     if options.dry_run:
         outcomes = session.outcomes()
@@ -129,9 +133,20 @@ def _executor(options: argparse.Namespace, out: Path, devices: Sequence[str]) ->
     if name == "local":
         return Local(TRAIN, PRELOAD, devices)
     try:
-        return Slurm(out, options.job) if name == "slurm" else Ray(options.job)
+        with _as_mistake(options):
+            return Slurm(out, options.job) if name == "slurm" else Ray(options.job)
     except ModuleNotFoundError as error:
         raise UserError(f"--executor {name} needs {error.name}: pip install 'mmqk[{name}]'") from error
+
+
+@contextlib.contextmanager
+def _as_mistake(options: argparse.Namespace) -> Iterator[None]:
+    """Raise an error of the cluster's library, or of a value of --job, as a UserError."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        given = " ".join(f"--job {name}={value}" for name, value in options.job.items())
+        raise UserError(f"--executor {options.executor} {given}: {' '.join(str(error).split())}") from error
 
 
 def _session(options: argparse.Namespace, threads: int) -> Session:
@@ -148,7 +163,7 @@ def _session(options: argparse.Namespace, threads: int) -> Session:
         added[options.only[0]] = {"set": dict(options.settings)}
     if added:
         grid = _grid(options, added)
-    quick: list[str] = grid.raw.get("quick") or []
+    quick = as_list(grid.raw.get("quick"))
     if options.quick and not quick:
         raise UserError(f"{grid.path} has no list `quick` of arms: name arms with --only")
     only = [*options.only, *(quick if options.quick else [])]

@@ -235,7 +235,7 @@ def _sentence(error: ValidationError, known: Mapping[str, Leaf], values: Mapping
         suffix, value = inside[place[depth]]
         name, depth = name + suffix, depth + 1
     # A field of several types has one error for each of them.
-    wrong = [each["msg"] for each in errors if each["loc"][:depth] == place[:depth]]
+    wrong = [each["msg"].replace("tuple", "list") for each in errors if each["loc"][:depth] == place[:depth]]
     messages = [message.removeprefix("Input should be ").partition(", unable to parse")[0] for message in wrong]
     given = "empty" if errors[0]["input"] is None else shortened(errors[0]["input"])
     return f"{name} is {given}: it must be {' or '.join(dict.fromkeys(messages))}."

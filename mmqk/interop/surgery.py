@@ -60,7 +60,7 @@ def batch_for(config: ModelConfig, source: Path, file: Path | None) -> tuple[Tok
         ids_BT = torch.randint(config.vocab_size, (FIT_SEQUENCES, RANDOM_TOKENS), generator=torch.Generator())
     else:
         ids = load_ids(file)
-        if ids.ndim != 2 or ids.shape[1] < 2:
+        if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
             raise UserError(f"{file} has the shape {ids.shape}: give ids as (sequences, tokens) in a .npy file.")
         ids_BT = torch.from_numpy(ids[:SEQUENCES].astype("int64"))
         if not 0 <= int(ids_BT.min()) <= int(ids_BT.max()) < config.vocab_size:

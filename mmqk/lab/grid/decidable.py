@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from mmqk.lab.counts import Counts
@@ -47,6 +48,14 @@ def check_claims(claims: Sequence[Claim], arms: Mapping[str, Sequence[Mapping[st
                 f"{where} has {len(members)} confirmatory claims in the family {family!r}: keep at most "
                 f"{MOST_CONFIRMATORY} and make the others exploratory"
             )
+
+
+def check_modalities(claims: Iterable[Claim], modalities: Collection[str], where: Path) -> None:
+    """Raise UserError if the metric of a claim has a modality that no run of the grid has."""
+    for claim in claims:
+        modality = find_metric(claim.metric)[1]
+        if claim.compared and modality not in (None, *modalities):
+            raise UserError(f"{where}: claim {claim.id}: no run has {modality}: use one of {', '.join(modalities)}")
 
 
 def by_family(claims: Iterable[Claim], status: str) -> dict[str, list[Claim]]:

@@ -320,7 +320,10 @@ class Ray:
 
         self._ray = ray
         ray.init(log_to_driver=False, ignore_reinit_error=True)
-        self._options = {name.replace("-", "_"): float(value) for name, value in options.items()}
+        self._options: dict[str, Any] = {name.replace("-", "_"): value for name, value in options.items()}
+        for name, value in self._options.items():
+            with contextlib.suppress(ValueError):  # a text, such as that of scheduling_strategy
+                self._options[name] = float(value)
 
     def start(self, runs: Sequence[tuple[list[str], Path]]) -> list[RayRun]:
         call = self._ray.remote(max_retries=RETRIES, **self._options)(lambda train: train())

@@ -100,6 +100,11 @@ class Resolver:
         self.choices: dict[tuple[Path, ...], Mapping[str, Any]] = {}
         self._runs: dict[tuple[Any, ...], Any] = {}
 
+    @property
+    def modalities(self) -> set[str]:
+        """The modalities of the runs so far."""
+        return {name for run in self._runs.values() for name in run.model.vocab_sizes}
+
     def __call__(self, args: Sequence[str], job: Job, parent: Planned | None = None, step: int = 0) -> Any:
         """Return the resolved configuration of a command line; with ``parent``, that of a fork from ``parent`` at
         ``step``.

@@ -17,7 +17,7 @@ from mmqk.lab.effects import Effect, Spread, auroc, paired_effect, pooled_spread
 from mmqk.lab.formatting import capital, listed, plural
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import Metric, find_metric, metric_value
-from mmqk.lab.metrics.outcomes import outcomes
+from mmqk.lab.metrics.outcomes import diverged, outcomes
 from mmqk.lab.runs import Run
 from mmqk.lab.study import Compared, share_history
 from mmqk.lab.verdicts import effect_tested, say
@@ -292,7 +292,7 @@ def _counts(claim: Claim, run: Run) -> bool | None:
     If the metric has an exact value for diverged runs, only this value decides whether a diverged run counts."""
     metric, _ = find_metric(claim.metric)
     exact = isinstance(metric, Metric) and metric.counts_failures and not math.isnan(claim.at_least)
-    if run.status.status == "diverged" and not exact:
+    if diverged(run) == 1 and not exact:
         return True
     if math.isnan(claim.at_least) or not isinstance(metric, Metric):
         return False

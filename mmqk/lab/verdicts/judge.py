@@ -133,6 +133,8 @@ def _inconclusive(one: Verdict, adjusted: Adjusted) -> str:
     if one.open or effect is None:
         return one.open
     if one.p > adjusted.alpha:
+        if isinstance(effect, Counts) and one.p == effect.fisher:
+            return say("equal shares")
         low, high = effect.interval(0.05)
         inside = any(low <= threshold <= high for threshold in claim.thresholds)
         return say("includes" if inside else "includes at level")

@@ -52,8 +52,9 @@ def measure(groups: Mapping[str, Group], name: str) -> pd.DataFrame:
             rows.append((key, seed, measured.value, value, towards, missing))
     table = pd.DataFrame(rows, columns=["group", "seed", "raw", "value", "towards", "missing"])
     finite = [value for value in (*table["value"], *worst) if math.isfinite(value)] or [math.nan]
-    table.loc[table["towards"] > 0, "value"] = max(finite)
-    table.loc[table["towards"] < 0, "value"] = min(finite)
+    replaced = np.isinf(table["value"]) if isinstance(metric, FamilyMetric) else table["towards"] != 0
+    table.loc[replaced & (table["towards"] > 0), "value"] = max(finite)
+    table.loc[replaced & (table["towards"] < 0), "value"] = min(finite)
     return table
 
 

@@ -62,6 +62,7 @@ def resolve(argv, parent=None):
         identity=identity,
         id=identity_hash(identity),
         threads=config["threads"],
+        model=types.SimpleNamespace(vocab_sizes={"text": 5, "image": 5}),
         config=config,
         nested=lambda: {"flat": flat, "checkpoint": {"at": config["checkpoint.at"]}},
         parent=parent,

@@ -106,6 +106,12 @@ def test_a_folder_of_another_ablation_or_a_file_is_refused(toy, tmp_path, capsys
     assert (tmp_path / "base.yaml").read_text() == "{}"
 
 
+@pytest.mark.parametrize(("cpus", "code"), [("0.5", 0), ("many", 2)])
+def test_an_option_of_a_cluster_is_a_number_or_refused(toy, capsys, cpus, code):
+    assert toy("--executor", "ray", "--job", f"num_cpus={cpus}", "--dry-run") == code
+    assert ("--job num_cpus=many: " in capsys.readouterr().err) == (code == 2)
+
+
 # Some arms, and added arms ------------------------------------------------------------------------------------------
 
 OUT = Path("runs/toy")
@@ -119,9 +125,11 @@ def arms():
     return {run["arm"] for run in json.loads((OUT / "ablation.json").read_text())["runs"]}
 
 
-@pytest.mark.parametrize("argv", [("--only", "good"), ("--quick",)])
-def test_only_some_arms_are_trained_and_all_are_recorded(toy, argv):
-    assert toy(*argv) == 0
+@pytest.mark.parametrize(
+    ("argv", "grid"), [(("--only", "good"), GRID), (("--quick",), GRID), (("--quick",), GRID.replace("[good]", "good"))]
+)
+def test_only_some_arms_are_trained_and_all_are_recorded(toy, argv, grid):
+    assert toy(*argv, grid=grid) == 0
     assert trained() == ["good", "good"] and arms() == {"good", "wild"}
     # The control: without `--only` the other arm is trained too.
     assert toy() == 0

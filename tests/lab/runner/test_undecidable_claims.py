@@ -24,6 +24,7 @@ REFUSED = {
         {"arms": {"a": {"axes": {"size": [1, 2]}}}},
         "compares the arm a-size1 with itself",
     ),
+    "a modality that no run has": ([CLAIM | {"metric": "q_norm/imgae"}], {}, "no run has imgae: use one of"),
     "no seed in common": (
         [CLAIM],
         {"arms": ARMS | {"b": {"set": {"size": 2}, "seeds": [7, 8, 9]}}},

@@ -107,6 +107,18 @@ def test_more_runs_diverge(tmp_path, a, b, size, verdict):
     assert f"Fisher's exact test: p = {fisher:.2g}" in " ".join(found.notes)
 
 
+def test_the_test_that_decides_a_count_is_named(tmp_path):
+    """Counts of 4 and 0 of 6: the interval excludes 0.02, but Fisher's test does not reject equal shares."""
+    found = one(tmp_path, {"a": failing(4), "b": failing(0)}, [COUNT | {"min_effect": 0.02}])
+    assert found.verdict == "inconclusive" and found.effect.interval(0.05)[0] > 0.02 and found.effect.fisher > 0.05
+    assert "does not reject equal shares" in found.why and "includes" not in found.why
+
+
+def test_a_run_that_diverged_and_was_not_stopped_counts(tmp_path):
+    arms = {"a": Planted(10, {"text": 9.0, "image": 9.0}), "b": Planted(10)}  # the losses rise; the status is completed
+    assert one(tmp_path, arms, [COUNT]).counts == {"a": (6, 6), "b": (0, 6)}
+
+
 def test_as_many_runs_diverge(tmp_path):
     claim = COUNT | {"min_effect": 0.5, "positive_control": "P"}
     found = one(tmp_path, {"a": failing(0), "b": failing(0)}, [claim], seeds=range(12))

@@ -149,6 +149,23 @@ def test_a_number_of_a_family_is_compared_by_seed(tmp_path, highest, verdict):
     assert found.verdict == verdict and len(found.runs) == 16
 
 
+def test_the_bound_of_a_family_stays_its_value(tmp_path):
+    """Arm a is stable up to 0.03, so its first unstable learning rate is at least 0.09; that of arm b is 0.3."""
+    runs = [
+        (
+            {"arm": f"{arm}-{rate}", "family": arm, "seed": seed, "point": {"optim.lr": rate}},
+            Planted(10.0, {"text": 5.0 if rate == 0.3 else 3.0 - rate, "image": 4.6 - rate}),
+            {"optim.lr": rate},
+        )
+        for arm, rates in (("a", (0.01, 0.03)), ("b", (0.1, 0.3)))
+        for rate in rates
+        for seed in range(4)
+    ]
+    grid = {"arms": {"a": {}, "b": {}}, "claims": [CLAIM | {"metric": "first_unstable_lr"}]}
+    found = judge(load_study(write_grid(tmp_path / "made", grid, runs)))[0]
+    assert found.effect.value == pytest.approx(math.log(0.09 / 0.3)) and found.verdict == "inconclusive"
+
+
 def test_a_family_that_lacks_a_run_is_open(tmp_path):
     claim = CLAIM | {"metric": "lr_sensitivity/text"}
     study = crossed(tmp_path, claim)
