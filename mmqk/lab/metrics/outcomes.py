@@ -323,7 +323,10 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     """
     steps = [divergence_step(run) for run in runs]
     ends = [
-        {m: _end(run, m) if step is None else math.inf for m in trained_modalities(run)}
+        {
+            m: final_loss(run, m, "excess" if has_floor(run, m) else "loss").value if step is None else math.inf
+            for m in trained_modalities(run)
+        }
         for run, step in zip(runs, steps, strict=True)
     ]
     of_data = [json.dumps(run.identity.get("data", run.setting("data")), sort_keys=True, default=str) for run in runs]
@@ -338,7 +341,3 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
         unlearned = tuple(m for m in end if not learned(run, m))
         results.append(Outcome(step is not None or run.status.finished, step, above, unlearned))
     return results
-
-
-def _end(run: Run, modality: str) -> float:
-    return final_loss(run, modality, "excess" if has_floor(run, modality) else "loss").value
