@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from mmqk.bench.kinds import SIGNS
+from mmqk.bench.kinds import SIGNS, show_failure
+from mmqk.bench.traces import LASTING
 from mmqk.store import parse_tag
 
 FILE = Path(__file__).with_name("evidence.json")
@@ -49,7 +50,9 @@ class Rates:
         logs = [run["logs"].get(f"{spacing} {'modality' if split else 'whole'}", {}) for run in runs]
         alarms = [log.get("alarms", {}).items() for log in logs]
         self.alarms = [{key: late for key, late in of if key.split()[1] in statistics} for of in alarms]
-        self.first = [first_sign(log.get("signs", {}), statistics) for log in logs]
+        lasting = [any(key.split()[0] in LASTING for key in of) for of in self.alarms]
+        signs = [log.get("signs", {}) for log in logs]
+        self.first = [first_sign(of, statistics, alarmed) for of, alarmed in zip(signs, lasting, strict=True)]
         self.faults, self.healthy = sum(map(bool, self.kinds)), sum(not kind for kind in self.kinds)
 
     def sign(self, name: str) -> dict[str, int]:
@@ -79,10 +82,13 @@ class Rates:
         return {"hits": hits, "faults": self.faults, "accused": accused, "healthy": self.healthy}
 
 
-def first_sign(steps: Mapping[str, int], statistics: Set[str]) -> str:
-    """Return the name of the first of the signs that read these statistics; empty if there is none."""
+def first_sign(steps: Mapping[str, int], statistics: Set[str], alarmed: bool) -> str:
+    """Return the name of the first of the signs that read these statistics; empty if they `show_failure` of nothing.
+    Facts do not matter here: no run of the bench with the sign of warm-up has one."""
     order = [sign.name for sign in SIGNS]
     readable = [name for name in steps if set(name.split()[1:]) <= statistics]
+    if not show_failure([name.split()[0] for name in readable], alarmed):
+        return ""
     return min(readable, key=lambda name: (steps[name], order.index(name)), default="")
 
 

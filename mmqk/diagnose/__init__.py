@@ -34,7 +34,7 @@ examples:
   mmqk diagnose wandb.csv --map loss=train/ce
   mmqk diagnose failed.csv healthy.csv                   how the first run parts from the second
   mmqk diagnose runs/mine --experiments
-  mmqk diagnose --model step_1000 step_2000 --batch batch.pt --modality image=4:8196"""
+  mmqk diagnose --model step_1000 step_2000 step_3000 --batch batch.pt --modality image=4:8196"""
 
 
 def block_of(text: str) -> tuple[str, range]:
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     text = "the column of a tag, loss=train/ce"
     add("--map", type=named_value, action="append", default=[], metavar="TAG=COLUMN", help=text)
     add("--step", metavar="COLUMN", help="column of the optimizer step; with --experiments, step of the event")
-    add("--model", nargs="+", default=[], type=Path, metavar="PATH", help="a checkpoint, and later ones of its run")
+    add("--model", nargs="+", default=[], type=Path, metavar="PATH", help="checkpoints of a run, the oldest first")
     add("--batch", type=Path, metavar="FILE", help="token ids to probe the checkpoint with")
     add("--modality", type=block_of, action="append", default=[], metavar="NAME=A:B", help="ids, as in image=4:8196")
     text = "the attention logit up to which growth between checkpoints is extrapolated (default: 1000)"
@@ -72,12 +72,16 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError("give one log, or two to compare, or --model with a checkpoint: see mmqk diagnose --help")
     from mmqk.diagnose import answers  # it imports pandas and matplotlib
 
-    way = (
-        answers.of_models if options.model
-        else answers.of_experiments if options.experiments
-        else answers.of_pair if len(options.files) == 2
-        else answers.of_log
+    way, reads = (
+        (answers.of_models, {"model", "batch", "modality", "limit"}) if options.model
+        else (answers.of_experiments, {"experiments", "files", "step", "fields"}) if options.experiments
+        else (answers.of_pair if len(options.files) == 2 else answers.of_log, {"files", "map", "step"})
     )  # fmt: skip
+    for name, value in vars(options).items():
+        if name not in {"out", "json", *reads} and value not in ([], parser.get_default(name)):
+            option = {"files": " ".join(map(str, options.files)), "fields": "--set"}.get(name, f"--{name}")
+            given = "--model" if options.model else "--experiments" if options.experiments else "a log"
+            raise UserError(f"{option} does nothing with {given}: leave it out, or see mmqk diagnose --help")
     answer = way(options)
     text = json.dumps(as_json(answer.record), indent=1, ensure_ascii=False, allow_nan=False)
     print(text if options.json else answer.text())

@@ -183,13 +183,10 @@ def _event(one: Run, step: int | None) -> Event:
 
 def _start(folder: Path, event: Event) -> tuple[int, Path]:
     """Return the newest checkpoint before the event and its step."""
-    late = LATE.get(event.alarm, 1)
-    earlier = [path for path in checkpoints_in(folder / "checkpoints") if step_of(path) <= event.step - late]
+    latest = event.step - LATE.get(event.alarm, 1)
+    earlier = [path for path in checkpoints_in(folder / "checkpoints") if step_of(path) <= latest]
     if not earlier:
-        at = max(1, event.step - max(late, 20))
-        raise UserError(
-            f"{folder} has no checkpoint before step {event.step - late}: write one with mmqk train --config"
-            f' {folder / "config.yaml"} --checkpoint.at "[{at}]" --out {folder}-again, which repeats the run, then name'
-            f" {folder}-again."
-        )
+        at = max(1, min(latest, event.step - 20))
+        again = f'mmqk train --config {folder / "config.yaml"} --checkpoint.at "[{at}]" --out {folder}-again'
+        raise UserError(f"{folder} has no checkpoint before step {latest}: write one with {again} and name its folder.")
     return step_of(earlier[-1]), earlier[-1]

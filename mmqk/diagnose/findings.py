@@ -20,7 +20,7 @@ import pandas as pd
 import yaml
 
 from mmqk.bench.evidence import Rates, evidence, nearest, shape
-from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope
+from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope, show_failure
 from mmqk.bench.rules import departures, facts
 from mmqk.bench.traces import LASTING, alarms_in
 from mmqk.diagnose.logs import Log
@@ -30,6 +30,7 @@ from mmqk.store import Alarm, AlarmRules, UserError, find_file, parse_tag
 ANY_LOG = ("loss", "lr", "grad_norm", "tokens_per_s")  # statistics that are not of the model
 BENCH_STEPS = 600  # length of the runs on which rates were measured
 FEWEST_LOSSES = 100  # that the rules on the loss need
+ALONE = "nothing else fired, and no healthy run of the bench lacks a warm-up: how often it accuses one is not known"
 COUNTS = ("hits", "faults", "accused", "healthy")
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
 
@@ -64,11 +65,13 @@ def diagnose(log: Log) -> dict[str, Any]:
     split = any(str(tag).startswith("loss/") for tag in metrics)
     rates = Rates("judge", statistics, every, split)
     left, plain, alarms = departures(metrics, evidence()["departures"]), facts(metrics), _alarms(log, rates)
-    kinds = [_kind(finding, rates, statistics) for finding in findings(metrics)]
+    signs = findings(metrics)
+    found = show_failure([one.sign.kind for one in signs], bool(plain) or any(alarm["lasting"] for alarm in alarms))
+    kinds = [_kind(one, rates, statistics) for one in signs if found]
     named = list(dict.fromkeys(kind["kind"] for kind in kinds))
     skipped = [(sign, out_of_scope(sign, metrics)) for sign in SIGNS]
+    skipped += [(one.sign, ALONE) for one in signs if not found]
     of_left = {"any", *(parse_tag(one.tag).statistic for one in left)}
-    found = bool(plain or kinds) or any(alarm["lasting"] for alarm in alarms)
     return {
         "source": log.source,
         "format": log.format,
@@ -151,10 +154,7 @@ def _warnings(log: Log, every: float, statistics: set[str], split: bool) -> list
         )
     losses = max(log.metrics[tag].count() for tag in log.metrics if str(tag).partition("/")[0] == "loss")
     if losses < FEWEST_LOSSES:
-        found.append(
-            f"The log has {losses} losses, and the rules on the loss need {FEWEST_LOSSES}: a failure can be in it that"
-            " they do not find."
-        )
+        found.append(f"The log has {losses} losses, and the rules on it need {FEWEST_LOSSES}: they can miss a failure.")
     return found
 
 

@@ -28,6 +28,7 @@ from mmqk.store.formatting import some
 
 GAP = 3  # times the usual interval
 NULLS_AFTER = 10  # numbers of a column before a null of JSON can mean NaN
+TENSOR = r"^\s*tensor\(([^,)]*).*"  # a cell such as tensor(2.31, device='cuda:0')
 NOT_FINITE = ("nan", "inf", "-inf", "+inf", "infinity", "-infinity", "+infinity")
 
 
@@ -40,7 +41,7 @@ class Log:
         format: "W&B export", "TensorBoard", "trainer_state.json", ...
         metrics: a row per step and a column per tag of docs/statistics.md. The index ``step`` is int, increasing and
             unique. NaN means not logged; a value that the log gives as NaN or infinite is ``np.inf``. Its ``attrs``
-            have ``numbered``: whether the rows are numbered, because the log counts no steps.
+            have ``counts``: what the index counts, "steps", "epochs", or "rows" if the log counts neither.
         columns: the file's name of each column that was used, and its tag.
         unused: columns that no tag was found for.
         notes: gaps, restarts, repeated steps, units of step and logging intervals, a sentence each.
@@ -68,6 +69,7 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
         UserError: the file does not exist or cannot be read, or no column is a loss.
     """
     raw = _read(Path(path))
+    raw.columns = {name: cells.replace(TENSOR, r"\1", regex=True) for name, cells in raw.columns.items()}
     columns = tags_of(raw.columns, mapping, str(path), raw.format == "run of mmqk")
     notes = list(raw.notes)
     series = {tag: _numbers(raw.columns[column], column, notes) for column, tag in columns.items()}
@@ -87,8 +89,8 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
         notes.append(f"Up to {repeated} steps are logged more than once: the last value is used.")
     metrics = pd.concat(table, axis=1).sort_index().rename_axis("step").dropna(axis=1, how="all")
     if loss not in metrics:
-        raise UserError(f"{path} has no loss with a step: name the column of the step with --step")
-    metrics.attrs["numbered"] = steps.attrs.get("numbered", False)
+        raise UserError(f"{path} has no numeric loss with a step: check its columns (--map, --step)")
+    metrics.attrs["counts"] = steps.attrs.get("counts", "steps")
     _intervals(metrics, loss, notes)
     used = {*columns, step, step_of(tuple(raw.columns))}
     unused = [column for column in raw.columns if column not in used]
@@ -120,18 +122,18 @@ def _numbers(column: pd.Series, name: str, notes: list[str]) -> pd.Series:
 
 def _steps(raw: Raw, step: str | None, source: str, losses: pd.Index, notes: list[str]) -> pd.Series:
     """Return the step at each place of the file: an index of optimizer steps, NaN where there is none. Its attribute
-    ``numbered`` says that the rows are numbered."""
+    ``counts`` is "rows" or "epochs" if it counts these."""
     if step is not None and step not in raw.columns:
         raise UserError(f"{source} has no column {step!r}: name another with --step; it has {', '.join(raw.columns)}")
     name = step or (None if raw.steps is not None else step_of(tuple(raw.columns)))
     places = pd.RangeIndex(max(column.index.max() for column in raw.columns.values() if len(column)) + 1)
     numbered = pd.Series(places, places, dtype="float64")
-    numbered.attrs["numbered"] = True
+    numbered.attrs["counts"] = "rows"
     if name is None and raw.steps is None:
         notes.append("No column counts the steps: the rows are numbered.")
         return numbered
-    values = raw.steps if name is None else pd.to_numeric(raw.columns[name], errors="coerce")
-    steps = values.reindex(places).astype("float64")  # type: ignore[union-attr]
+    values = raw.steps if name is None else raw.columns[name].replace(r"(?<=\d),(?=\d{3}\b)", "", regex=True)  # 1,230
+    steps = pd.to_numeric(values, errors="coerce").reindex(places).astype("float64")  # type: ignore[call-overload]
     steps[~((steps >= 0) & (steps < 2**53))] = np.nan
     missing = int(steps.reindex(losses).isna().sum())
     if 2 * missing > len(losses):
@@ -144,15 +146,14 @@ def _steps(raw: Raw, step: str | None, source: str, losses: pd.Index, notes: lis
         return numbered
     if name and name.lower() == "epoch":
         notes.append("No column counts the steps: epochs are read as steps.")
+        steps.attrs["counts"] = "epochs"
     steps = _within_epochs(steps, raw, losses, notes)
     unit = int(np.gcd.reduce(steps.dropna().to_numpy(np.int64))) if steps.notna().any() else 0
     named = counts_units(name)
     # Intervals of logging are round numbers; batches of tokens and samples are not, or they are large.
     if unit > 1 and (named or unit >= 20_000 or (unit >= 256 and unit % 50)) and steps.nunique() > 2:
-        notes.append(
-            f"All values of {name or 'step'} are multiples of {unit:,}, as counts of samples or tokens are: they are"
-            " divided by it; --step names another column."
-        )
+        counted = f"{name or 'step'} counts samples or tokens by its {'name' if named else 'values'}"
+        notes.append(f"{counted}: it is divided by {unit:,}; --step names another column.")
         steps /= unit
     return steps
 
@@ -182,10 +183,7 @@ def _restarts(steps: pd.Series, losses: pd.Index, notes: list[str]) -> pd.Series
     elif back.any():
         first = at[back]
         shown = some((f"{int(step):,}" for step in first), 5)
-        notes.append(
-            f"The run was restarted: at step {shown} the step goes back, and from there on later values replace the"
-            " earlier ones."
-        )
+        notes.append(f"The restart at step {shown} replaces the earlier values from there on.")
         # A row before the restart is dropped if its step is not below that of the restart.
         later[first.index] = first
         later = later[::-1].cummin()[::-1].shift(-1, fill_value=np.inf)
@@ -246,10 +244,7 @@ def _folder(path: Path, name: str | None) -> Raw:
         for file in sorted(path.glob("**/*tfevents*"), key=lambda file: (len(file.parts), file)):
             runs.setdefault(str(file.parent.relative_to(path)), partial(_tensorboard, file.parent))
     if not runs:
-        raise UserError(
-            f"{path} has no log: give a file, or the folder of a run of mmqk, W&B, TensorBoard, MLflow, Lightning or"
-            " transformers"
-        )
+        raise UserError(f"{path} has no log: give a file, or the folder of a run of a tool in docs/diagnose.md")
     notes: list[str] = []
     raw = runs[pick(runs, name, path, notes)]()
     raw.notes[:0] = notes

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -78,12 +79,11 @@ def tags_of(columns: Iterable[str], mapping: Mapping[str, str], source: str, own
         if name not in found and (tag := name if own else tag_of(name)) and tag not in found.values():
             found[name] = tag
     if not any(tag == "loss" or tag.startswith("loss/") for tag in found.values()):
-        likely = [name for name in names if re.search(r"loss|ce\b|nll|ppl", name, re.IGNORECASE)]
-        example = f"loss={(likely or names or ['train/ce'])[0]}"
-        raise UserError(
-            f"{source} has no column that is known as a loss, only {listed or 'lines without numbers'}: name it, such"
-            f" as --map {repr(example) if ' ' in example else example}"
-        )
+        left = [name for name in names if "loss" in found.get(name, "loss") and not step_of((name,))]
+        others = [name for name in left if not re.search("ppl|perplexity", name, re.IGNORECASE)]
+        others.sort(key=lambda name: not re.search(r"loss|ce\b|nll", name, re.IGNORECASE))
+        advice = f"name it, such as --map {quote('loss=' + others[0])}" if others else "log the loss, in nats per token"
+        raise UserError(f"{source} has no column known as a loss, only {listed or 'lines without numbers'}: {advice}")
     return {name: found[name] for name in names if name in found}
 
 

@@ -104,7 +104,10 @@ def read(source: str | Path) -> Weights:
     except UserError:
         raise
     except Exception as error:  # torch, safetensors, zip and pickle raise different errors
-        raise UserError(f"{source} cannot be read ({reason_of(error)}): check that its files are complete.") from error
+        held = re.search(r"GLOBAL ([\w.]+)", str(error))  # a class that torch.load refuses
+        why = f"it holds a Python object, {held[1]}" if held else reason_of(error)
+        advice = "save its state dict alone" if held else "check that its files are complete"
+        raise UserError(f"{source} cannot be read ({why}): {advice}.") from error
     if not weights.readers:
         raise UserError(f"{source} has no weights: give a file or folder with the parameters of a model.")
     return weights
@@ -192,10 +195,8 @@ def _folder(folder: Path) -> Weights:
     patterns = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
     paths: list[Path] = next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
     if not paths:
-        raise UserError(
-            f"{folder} has no weights that mmqk reads: give a folder with .safetensors or pytorch_model.bin, with"
-            f" {_METADATA}, or with checkpoints/."
-        )
+        files = f".safetensors, pytorch_model.bin, {_METADATA} or checkpoints/"
+        raise UserError(f"{folder} has no weights that mmqk reads: give a folder with {files}.")
     if paths[0].suffix == ".safetensors":
         readers = _safetensors(paths)
     else:
@@ -268,6 +269,8 @@ def read_batch(path: Path) -> Batch:
     Raises:
         UserError: the file cannot be read without executing code, or its rows have different lengths.
     """
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: give a file of token ids.")
     try:
         if path.suffix == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -300,10 +303,7 @@ def load(source: str | Path) -> nn.Module:
     elif path.suffix == ".ckpt" or (path / "checkpoints").is_dir():
         model = model_of(load_checkpoint(newest_checkpoint(path) if path.is_dir() else path))
     else:
-        raise UserError(
-            f"{source} has weights but no model: give module:function, a function of yours that builds the model and"
-            " loads them."
-        )
+        raise UserError(f"{source} has weights but no model: give module:function, your code that returns the model.")
     for parameter in model.parameters():  # one at a time; buffers, such as the frequencies of RoPE, stay
         parameter.data = parameter.data.float()
     return model.eval()

@@ -122,10 +122,8 @@ def table_of(kind: str, table: Any, path: Path, name: str | None, notes: list[st
     bounds = [c for c in table if c.endswith(("__MIN", "__MAX"))]
     averaged = [c for c in bounds if c[:-5] in table and (table[c].notna() & (table[c] != table[c[:-5]])).any()]
     if averaged:
-        notes.append(
-            f"{averaged[0]} differs from {averaged[0][:-5]}: the export averages several steps per row, so single steps"
-            " that stood out are flattened; export the full history."
-        )
+        differ = f"{averaged[0]} differs from {averaged[0][:-5]}"
+        notes.append(f"{differ}: each row averages several steps, which hides single ones; export the full history.")
     return Raw(kind, dict(table.drop(columns=bounds).reset_index(drop=True).items()), None, notes, flatten(config))
 
 
@@ -235,7 +233,5 @@ def _omitted_losses(table: pd.DataFrame, notes: list[str]) -> None:
     omitted = table["learning rate"].notna() & ~skipped & table.reindex(columns=losses).isna().all(axis=1)
     if omitted.any():
         table.loc[omitted, losses[0]] = "nan"
-        notes.append(
-            f"Megatron leaves out a loss that is NaN: lines without a loss ({int(omitted.sum())}, the first at step"
-            f" {table['step'][omitted].iloc[0]}) are read as NaN."
-        )
+        lines = f"{int(omitted.sum())} lines without one, the first at step {table['step'][omitted].iloc[0]}"
+        notes.append(f"Megatron leaves out a loss that is NaN: {lines}, are read as NaN.")

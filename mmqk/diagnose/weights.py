@@ -21,6 +21,7 @@ from mmqk.diagnose.projections import Projections, Side, is_centered, projection
 from mmqk.diagnose.tensors import Batch, Blocks, Weights, probe_with, ranges_of, read
 from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store.metrics import tag
+from mmqk.store.rules import GROWTH_FACTOR
 
 _ROWS = {name: re.compile(rf"(.*\.)?({PARAMETERS[name]})\.weight") for name in ("embed", "head")}
 _NORM = re.compile(r"(.*[._])?(norm\w*|\w*norm|layernorm\w*|ln\w*|\w+_ln)(\.copies\.\d+)?\.(weight|gain|scale)")
@@ -169,8 +170,9 @@ def _by_tensor(weights: Weights, blocks: Blocks) -> tuple[list[tuple], list[tupl
 Array = np.ndarray
 LAWS = ("exponential", "linear", "saturating")
 LEAST_GROWTH = 1.02  # a series whose largest value is below this multiple of its smallest does not grow
+LEAST_UNCLEAR = 1.25  # the same, for a series that no law fits clearly
 CAVEAT = (
-    "A law that fits past checkpoints need not hold later: a new learning rate, a cap, QK-Norm or the instability"
+    "A law needs three checkpoints. It need not hold later: a new learning rate, a cap, QK-Norm or the instability"
     " itself ends it. Read the step as an order of magnitude."
 )
 
@@ -182,18 +184,18 @@ def grew(series: pd.DataFrame, limit: float) -> pd.DataFrame:
     They are fitted by least squares of the relative error. The law is the one with the least squared error at
     checkpoints that were left out of its fit, one at a time; saturating has a third number and must be clearly
     better, by a factor of 4. Other comparisons are clear by a factor of 4, or 16
-    with fewer than 5 checkpoints. A series grows if a law is clearly better than a constant and it changed by
-    `LEAST_GROWTH`. With two checkpoints no law is chosen.
+    with fewer than 5 checkpoints. A series grows by a law if that is clearly better than a constant and the series
+    changed by `LEAST_GROWTH`. With two checkpoints no law is chosen.
 
     Args:
         series: a row per checkpoint, indexed by step, and a column per tag. Only positive columns are used.
         limit: the limit, in the unit of the columns.
 
     Returns:
-        A row per tag: first, last, ratio, law ("" with two checkpoints, "does not grow", "falls", or a law), also
-        (laws that are not clearly worse), error (the law's relative error at checkpoints left out), per_1000_linear
-        and per_1000_log (change, and change of the logarithm, per 1,000 steps), and a column for each law with the
-        step at which it reaches the limit: infinite if never, the last step if the last value is beyond it.
+        A row per tag: first, last, ratio, law (a law, "falls", "does not grow", "no law fits clearly"; "" with two
+        checkpoints), also (laws that are not clearly worse), error (the law's relative error at checkpoints left out),
+        per_1000_linear and per_1000_log (change, and change of the logarithm, per 1,000 steps), and a column for each
+        law with the step at which it reaches the limit: infinite if never, the last step if the last value is beyond.
     """
     steps = series.index.to_numpy(dtype=float)
     with np.errstate(over="ignore"):
@@ -217,8 +219,11 @@ def _growth(steps: Array, y: Array, limit: float) -> dict[str, object]:
     handicap = {name: errors[name] * (clearly if name == "saturating" else 1) + 1e-12 for name in names}  # + rounding
     best = min(names, key=lambda name: handicap[name])
     row["error"] = errors[best] ** 0.5
-    if y.max() < LEAST_GROWTH * y.min() or errors[best] * clearly > constant:
+    is_clear = errors[best] * clearly <= constant
+    if y.max() < (LEAST_GROWTH if is_clear else LEAST_UNCLEAR) * y.min():
         return row | {"law": "does not grow"}
+    if not is_clear:
+        return row | {"law": "no law fits clearly"}
     also = [name for name in names if name != best and errors[name] < clearly * (errors[best] + 1e-12)]
     return row | ({"law": best, "also": ", ".join(also)} if ratio > 1 else {"law": "falls"})
 
@@ -263,7 +268,8 @@ def tables_of(
 
     Returns:
         The tables by their titles; sentences on what could not be read and on what the tables cannot say; and whether
-        there is a finding: a fault, a measured logit beyond the limit, or logits or their bound that grow by a law.
+        there is a finding: a fault, a measured logit beyond the limit, or logits or their bound that grow by a law or
+        to `GROWTH_FACTOR` times their first value.
     """
     checkpoints = [read(source) for source in sources]
     found = [Description(weights, blocks) for weights in checkpoints]
@@ -287,9 +293,10 @@ def tables_of(
         notes.append("The steps of the checkpoints are not known: they are counted 0, 1, 2, ...")
     if not all(a < b for a, b in itertools.pairwise(steps)):
         notes.append("The steps of the checkpoints do not rise, so that no growth is computed: give the earlier first.")
-    elif len(sources) > 1:
-        growth = grew(pd.DataFrame(numbers, index=steps), limit).rename_axis("tag").reset_index()
+    elif len(sources) > 1 and len(growth := grew(pd.DataFrame(numbers, index=steps), limit)):
+        growth = growth.rename_axis("tag").reset_index()
         tables["growth"] = growth.sort_values("ratio", ascending=False)
-        is_finding |= bool((growth.tag.str.match("attn_logit_(bound|absmax)") & growth.law.isin(list(LAWS))).any())
+        grows = growth.law.isin(list(LAWS)) | (growth.ratio >= GROWTH_FACTOR)
+        is_finding |= bool((growth.tag.str.match("attn_logit_(bound|absmax)") & grows).any())
         notes.append(CAVEAT)
     return tables, notes, is_finding

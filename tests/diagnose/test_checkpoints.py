@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import sys
@@ -113,6 +114,15 @@ def test_no_file_executes_code(tmp_path, monkeypatch, state):
     assert not Path("executed").exists()
     pickle.loads(index.read_bytes())  # negative control
     assert Path("executed").exists()
+
+
+@pytest.mark.parametrize(("held", "named"), [(argparse.Namespace(lr=1.0), "Namespace"), (Path("x"), "PosixPath")])
+def test_a_checkpoint_with_python_objects_is_not_called_incomplete(tmp_path, state, held, named):
+    torch.save({"model": state, "args": held}, tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-100])
+    for name, said in (("whole.pt", named), ("cut.pt", "complete")):
+        with pytest.raises(UserError, match=said):
+            read(tmp_path / name)
 
 
 def test_a_folder_without_one_of_its_shards_is_refused(tmp_path, state):

@@ -14,10 +14,10 @@ from docs.experiments.bench_evidence import logs_of, rescue, zoo
 from mmqk.bench.evidence import Rates, evidence, first_sign
 from mmqk.bench.kinds import SIGNS, findings
 from mmqk.bench.rules import departures, facts
-from mmqk.bench.traces import labelled, split_hash
+from mmqk.bench.traces import LASTING, labelled, split_hash
 from mmqk.diagnose import main
 from mmqk.diagnose.findings import TABLES, diagnose
-from mmqk.diagnose.logs import Log
+from mmqk.diagnose.logs import Log, read_log
 from mmqk.store import UserError
 
 STEPS = np.arange(1, 601)
@@ -91,19 +91,26 @@ def test_a_loss_alone_that_becomes_nan():
     assert {"lr", "grad_norm", "attn_logit_absmax"} <= {row["statistic"] for row in found["missing"]}
 
 
-@pytest.mark.parametrize(("first", "kinds"), [(1, ["warm-up"]), (100, [])])
-def test_a_sign_of_the_first_value_needs_the_start_of_the_run(first, kinds):
-    metrics = table(lr=np.linspace(0.01, 0.001, 600)).loc[first:]
-    found = diagnose(log(metrics))
-    assert [kind["kind"] for kind in found["kinds"]] == kinds
-    assert (first == 1) != any(row["kind"] == "warm-up" for row in found["not_read"])
+@pytest.mark.parametrize(("first", "fails", "named"), [(1, True, True), (100, True, False), (1, False, False)])
+@pytest.mark.parametrize("last", [0.001, 0.01])
+def test_a_sign_of_the_first_value_needs_the_start_of_the_run_and_a_failure(first, fails, named, last):
+    metrics = table(lr=np.linspace(0.01, last, 600))
+    metrics.loc[400:, "loss"] *= np.inf if fails else 1
+    found = diagnose(log(metrics.loc[first:]))
+    assert found["found"] == fails and named == any(kind["kind"] == "warm-up" for kind in found["kinds"])
+    assert named != any(row["kind"] == "warm-up" for row in found["not_read"])
 
 
-@pytest.mark.parametrize(("first", "steps", "kinds"), [(8, 600, ["leak"]), (11, 600, []), (8, 6000, [])])
-def test_a_limit_of_the_bench_holds_for_runs_of_its_size(first, steps, kinds):
-    index = np.arange(1, steps + 1)
-    metrics = pd.DataFrame({"loss": first * (0.3 + 0.7 * np.exp(-index / (steps / 3)))}, index=index)
-    found = diagnose(log(metrics))
+@pytest.mark.parametrize(
+    ("first", "steps", "counts", "kinds"),
+    [(8, 600, "step", ["leak"]), (8, 600, "epoch", []), (11, 600, "step", []), (5, 600, "step", []),
+     (8, 800, "step", []), (8, 6000, "step", [])],
+)  # fmt: skip
+def test_a_limit_of_the_bench_holds_for_runs_of_its_size(tmp_path, first, steps, counts, kinds):
+    index = pd.Index(np.arange(1, steps + 1), name=counts)
+    losses = pd.DataFrame({"loss": first * (0.3 + 0.7 * np.exp(-index / (steps / 3)))}, index=index)
+    losses.to_csv(tmp_path / "run.csv")
+    found = diagnose(read_log(tmp_path / "run.csv"))
     assert [kind["kind"] for kind in found["kinds"]] == kinds
     assert (not kinds) == any(row["kind"] == "leak" for row in found["not_read"])
 
@@ -143,6 +150,14 @@ def test_hostile_names_are_escaped(tmp_path, capsys):
     assert "\x1b" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["--batch x.npy", "--set a=1", "--limit 5", "--modality a=1:2"])
+def test_an_option_that_would_do_nothing_is_refused(tmp_path, option):
+    with pytest.raises(UserError, match=option.split()[0]):
+        written(tmp_path, table(), *option.split())
+    with pytest.raises(UserError, match=r"run\.csv"):
+        main([str(tmp_path / "run.csv"), "--model", "x.pt"])
+
+
 def test_the_command_line_names_mistakes(tmp_path):
     for argv in ([], ["a", "b", "c"], [str(tmp_path / "absent.csv")], ["run.csv", "--map", "loss"]):
         with pytest.raises(UserError):
@@ -164,7 +179,8 @@ def test_rates_count_the_records():
     every |= {"grad_norm", "q_norm", "k_norm", "final_norm", "attn_entropy"}
     rates = Rates("judge", every, 1, True)
     records = [run for run in evidence()["runs"] if run["side"] == "judge"]
-    first = [first_sign(run["logs"]["1 modality"]["signs"], every) for run in records]
+    logs = [run["logs"]["1 modality"] for run in records]
+    first = [first_sign(of["signs"], every, any(key.split()[0] in LASTING for key in of["alarms"])) for of in logs]
     right = sum(
         bool(run["kind"]) and name.split()[:1] == [run["kind"]] for run, name in zip(records, first, strict=True)
     )
@@ -179,6 +195,8 @@ def test_rates_count_the_records():
             scores[f"alarm {name}"]["accused"],
         )
     assert Rates("judge", {"loss"}, 1, False).right() < right
+    named = [Rates("judge", of, 1, True).sign("warm-up lr")["named"] for of in ({"loss", "lr"}, every)]
+    assert named[0] == 0 < named[1]  # without another statistic nothing fires beside it
 
 
 @pytest.mark.slow

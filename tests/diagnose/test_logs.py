@@ -284,6 +284,17 @@ def test_steps_that_count_samples_or_tokens_become_an_index(tmp_path, column, un
     assert any("samples or tokens" in note for note in log.notes) == index
 
 
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [("2.5", 2.5), ("tensor(2.5)", 2.5), ("\"tensor(2.5, device='cuda:0')\"", 2.5), ("tensor(nan)", np.inf)],
+)
+def test_thousands_separators_and_tensors_are_numbers(tmp_path, cell, value):
+    rows = [f'"{step:,}",{cell if step > 1000 else 2.0}' for step in range(0, 2000, 10)]
+    (tmp_path / "run.csv").write_text("\n".join(["step,loss", *rows]))
+    loss = read_log(tmp_path / "run.csv").metrics["loss"]
+    assert loss.index.tolist() == list(range(0, 2000, 10)) and set(loss.loc[1010:]) == {value}
+
+
 def test_null_is_nan_after_numbers_and_an_empty_cell_between_them(tmp_path):
     records = [
         {"step": s, "loss": 3.0 if s < 30 else None, "grad_norm": 1.0 if s % 3 == 0 else None} for s in range(40)
@@ -315,6 +326,10 @@ def test_without_a_loss_the_error_lists_the_columns_and_the_way_out(tmp_path):
     assert log.columns == {"train/objective": "loss"} and log.unused == ["acc"]
     with pytest.raises(UserError, match="no column 'nll'"):
         read_log(path, {"loss": "nll"})
+    for name in ("perplexity", "ppl", "val_loss"):  # a perplexity is not in nats
+        with pytest.raises(UserError, match=name) as error:
+            read_log(jsonl(tmp_path / "log.jsonl", [{"step": s, "lr": 0.1, name: 9.0} for s in range(5)]))
+        assert ("--map" in str(error.value)) == ("--map loss=val_loss" in str(error.value)) == (name == "val_loss")
 
 
 def test_gaps_are_noted(tmp_path):

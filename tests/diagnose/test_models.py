@@ -82,6 +82,8 @@ def test_batches_of_each_format_are_equal(tmp_path):
     for name in ("a.pt", "a.npz", "a.json"):
         assert torch.equal(read_batch(tmp_path / name)["input_ids"], IDS)
     assert read_batch(tmp_path / "a.pt")["pixel_values"].shape == (2, 3)
+    with pytest.raises(UserError, match=r"absent\.npy does not exist"):
+        read_batch(tmp_path / "absent.npy")
     (tmp_path / "ragged.json").write_text("[[1, 2], [3]]")
     torch.save(torch.nn.Linear(2, 2), tmp_path / "object.pt")
     np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
@@ -115,6 +117,7 @@ def test_tables_of_checkpoints_have_findings_only_where_something_is_planted(tmp
     for name in ("attn_logit_bound/layer03", "attn_logit_absmax/text-image/layer03"):
         assert growth.law[name] == "exponential" and found
     assert growth.law["w_q_norm/layer03"] == "does not grow"
+    assert tables_of([tmp_path / f"grows_step{step}.ckpt" for step in (1, 2)])[2] and not tables_of(same[:2])[2]
     tables, notes, _ = tables_of(same[1::-1])
     assert "growth" not in tables and "do not rise" in notes[-1]
 

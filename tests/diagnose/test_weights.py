@@ -326,6 +326,12 @@ def test_a_constant_does_not_grow():
     assert falling.law.tolist() == ["falls"] and np.isinf(falling.exponential).all()
 
 
+def test_growth_without_a_clear_law_is_growth():
+    series = {"bends": [10.0, 30, 60], "late": [10.0, 12, 100], "same": [10.0, 10.3, 10.1]}
+    found = grew(pd.DataFrame(series, index=STEPS[:3]), 1000)
+    assert found.law.tolist() == ["no law fits clearly", "no law fits clearly", "does not grow"]
+
+
 def test_two_checkpoints_give_a_ratio_and_no_law():
     found = grew(pd.DataFrame({"a": [2.0, 8.0], "zero": [0.0, 1.0]}, index=[1000, 3000]), 32.0)
     row = found.loc["a"]
