@@ -18,7 +18,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.patch import is_allowed
 from mmqk.store import UserError, differing_fields, naming
 from mmqk.store.checkpoint_files import (
-    DamagedError,
+    CheckpointError,
     check_digest,
     checkpoints_in,
     named_step,
@@ -28,10 +28,6 @@ from mmqk.store.checkpoint_files import (
 from mmqk.store.errors import reason_of
 
 PREFIX = "model."
-
-
-class CheckpointError(Exception):
-    """Raised if a checkpoint cannot be used. The message completes the sentence "The checkpoint X ..."."""
 
 
 def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
@@ -57,9 +53,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with naming(path):
             check_digest(path)
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except DamagedError as error:
-        raise CheckpointError(str(error)) from error
-    except OSError:
+    except (CheckpointError, OSError):
         raise  # a disk error does not mean that the content is damaged
     except Exception as error:  # torch, zip and pickle raise different errors
         raise CheckpointError(f"cannot be read ({reason_of(error)})") from error

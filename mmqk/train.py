@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mmqk import store
-from mmqk.store import DamagedFile, RunFolder, UserError
+from mmqk.store import DamagedFile, RunFolder
 from mmqk.store.checkpoint_files import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.formatting import inspect_command
@@ -60,8 +60,6 @@ def main(argv: list[str] | None = None) -> int:
             return _fit(run, None, ranks)
         except Interrupted:
             return store.EXIT_CODES["completed"]  # Lightning kills all processes if one returns another code
-        except UserError:
-            return USER_ERROR_EXIT  # the first process prints the error
         except RuntimeError as error:
             raise advised(error) from error
 
@@ -233,7 +231,7 @@ def _add_callbacks(
 
 
 def _ended(run: RunConfig, folder: RunFolder) -> int:
-    """Print the status and the folder, and return the exit code. With --quiet this is the only line."""
+    """Print the status and the folder, and return the exit code. With --quiet this is the only line on stdout."""
     status = folder.status()
     if status.status == "diverged":
         _say(f"diverged at step {status.step}: {status.reason}")
@@ -303,16 +301,17 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
         return
     for line in shards.unread.unread_lines(shards.files):
         _say(line)
-    if not shards.counts:
+    names, counts = shards.found()
+    if not counts:
         return
-    path, names = folder.path / "skipped.json", dict(shards.skipped)
+    path = folder.path / "skipped.json"
     try:
         names = {**((store.read_json(path) or {}).get("names") or {}), **names}
-        store.write_json(path, {"counts": shards.counts, "names": names})
+        store.write_json(path, {"counts": counts, "names": names})
         named = f"{path} lists them with the reasons"
     except (DamagedFile, OSError) as error:  # do not raise: the run has ended and its metrics are written
         named = f"{path}, which lists them, cannot be written ({error})"
-    _say(f"{sum(shards.counts.values())} samples and shards were skipped because they cannot be used: {named}")
+    _say(f"{sum(counts.values())} samples and shards were skipped because they cannot be used: {named}")
 
 
 def _first_step(run: RunConfig) -> int:

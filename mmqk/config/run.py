@@ -4,7 +4,6 @@ fields that change it."""
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from mmqk.config.training import (
     TrainerConfig,
 )
 from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_identity, layout
+from mmqk.data.shards.manifest import sha256_file
 from mmqk.model.config import ModelConfig
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, default_of, number, shortened
@@ -74,7 +74,7 @@ class Given:
             computation.
         threads: CPU threads; 0: torch chooses.
         logging: loggers besides metrics.jsonl.
-        quiet: print one line only: the status and the run folder.
+        quiet: print only the status and the run folder, and warnings on stderr.
         fork: start from this checkpoint (or the newest one of a run folder) with the configuration of its run; the
             fields given here replace those of that run.
         fork_skip_batches: skip this number of batches at the start of the fork.
@@ -271,12 +271,12 @@ def read_parent(given: str, out: str | None = None) -> Parent:
         except UserError as error:
             raise UserError(f"--fork: {error}") from error
     if not path.exists():
-        raise UserError(f"--fork {given} does not exist: name a checkpoint or the folder of a run.")
+        raise UserError(
+            f"--fork {given} does not exist: name a checkpoint or the folder of a run, or resume a fork with its --out."
+        )
     saved = load_checkpoint(path, "name another one after --fork")
     if "global_step" not in saved:
-        with open(path, "rb") as file:
-            id = hashlib.file_digest(file, "sha256").hexdigest()[:10]
-        return Parent(id, 0, {"model": saved["mmqk_model"], "data": {}, "checkpoint": {}}, path)
+        return Parent(sha256_file(path)[:10], 0, {"model": saved["mmqk_model"], "data": {}, "checkpoint": {}}, path)
     run = saved.get("mmqk_run")
     if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("config"), dict):
         raise UserError(f"--fork {given} does not name the run that wrote it: use a checkpoint that mmqk train wrote.")

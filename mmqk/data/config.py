@@ -17,7 +17,7 @@ from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.folder import Layout, is_token_folder, layout_of, read_header, source_hash, tokens_hash
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number, refuse
-from mmqk.store import UserError, check_local, find_file, tag
+from mmqk.store import UserError, check_local, find_file, identity_hash, tag
 
 # Kinds of data.mix that share a vocabulary: the vocabulary of mmqk's tokenizers, of the user's ids, or of the dial.
 # All kinds of a mixture must share one vocabulary.
@@ -278,6 +278,10 @@ class DataConfig:
     def stream_hashes(self) -> dict[str, str]:
         """Identity of the shards of each kind in `streams`. Hashing the names of a million shards takes 16 s."""
         return {kind: stream_hash(pattern) for kind, pattern in self.streams.items()}
+
+    def stream_identity(self, seed: int) -> str:
+        """Return the hash of the shards and the seed, which decide the order of their samples."""
+        return identity_hash({"seed": seed, **self.stream_hashes})
 
     @property
     def _read(self) -> dict[str, str]:

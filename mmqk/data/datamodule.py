@@ -22,7 +22,7 @@ from mmqk.data.stream import LaneRows, Stream
 from mmqk.data.tokens.encode import ChangedPairs, open_source
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.model.patch import named_function
-from mmqk.store import UserError, identity_hash
+from mmqk.store import UserError
 
 # Number of training sequences from which the statistics of the data are computed.
 SAMPLE = 512
@@ -143,7 +143,7 @@ class TokenDataModule(L.LightningDataModule):
             self.order, size, accumulate, trainer.global_rank, world, trainer.max_steps, documents, patch
         )
         if self.rows:
-            identity = identity_hash({"seed": self.seed, **self.config.stream_hashes})
+            identity = self.config.stream_identity(self.seed)
             self._loader = StreamLoader(batches, self.rows, self.seed, identity, self.config.workers, device)
         else:
             self._loader = PositionedLoader(batches, self.config.workers, device)

@@ -14,9 +14,19 @@ The cursors travel with the rows, so what a worker has read ahead is not part of
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -129,6 +139,7 @@ class PositionedLoader:
             sampler=range(self.position, len(self.dataset)),
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=functools.partial(_begin, _pipe()),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,9 +158,32 @@ class PositionedLoader:
         self.dataset.skip = state.get("skip", [])
 
 
+@functools.cache
+def _pipe() -> tuple[Connection, Connection]:
+    """Return the ends of a pipe that closes when this process, the main process of loader workers, ends."""
+    ends = multiprocessing.Pipe(duplex=False)
+    Finalize(None, ends[1].close, exitpriority=1)  # before the loader workers are waited for
+    return ends
+
+
+def _begin(ends: tuple[Connection, Connection], _: int) -> None:
+    """Prepare a loader worker. It ignores a SIGTERM to all processes of a run, whose main process then needs batches
+    until its checkpoint, and ends with the main process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ends[1].close()
+    threading.Thread(target=_end_with_main, args=(ends[0],), daemon=True).start()
+
+
+def _end_with_main(end: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        end.recv()
+    os._exit(0)
+
+
 NAMED = 5  # skipped samples that are printed
 LISTED = 1000  # skipped samples whose names are kept
 Cursors = dict[tuple[str, int], Cursor]  # by kind and lane
+Found = tuple[dict[str, str], dict[str, int]]  # reasons by name, and counts by reason
 
 
 @dataclass
@@ -231,8 +265,8 @@ class StreamLoader(PositionedLoader):
         device: where batches go.
 
     Attributes:
-        skipped: the reason for each skipped sample or shard, by its name; at most `LISTED` are kept.
-        counts: the number of them by reason, since the start of the run.
+        skipped: the reason for each sample or shard that this rank skipped, by its name; at most `LISTED` are kept.
+        counts: the number of them by reason; on the first rank with all before the last resume.
         unread, files: files that belong to no document, and the number of all files, since the start of this process.
     """
 
@@ -250,12 +284,14 @@ class StreamLoader(PositionedLoader):
         self.cursors: Cursors = {}
         self.skipped: dict[str, str] = {}
         self.counts: dict[str, int] = {}
+        self._others: list[Found] = []  # of the other ranks, up to the last `state_dict`
         self.unread, self.files = ReasonCounts(), 0
 
     def _batches(self) -> Iterator[TokenBatch]:
         workers, accumulate = min(self.workers, self.dataset.size), self.dataset.accumulate
         source = StreamedParts(self.dataset, self.rows, self.seed, self.position, dict(self.cursors))
-        parts = iter(DataLoader(source, batch_size=None, num_workers=workers))
+        begin = functools.partial(_begin, _pipe())
+        parts = iter(DataLoader(source, batch_size=None, num_workers=workers, worker_init_fn=begin))
         for _ in range(self.position, len(self.dataset), accumulate):
             # The normalizer of the loss counts the targets of the whole step.
             step = [[next(parts) for _ in range(max(1, workers))] for _ in range(accumulate)]
@@ -286,10 +322,13 @@ class StreamLoader(PositionedLoader):
         table = np.array([[kinds.index(kind), lane, *cursor] for (kind, lane), cursor in sorted(self.cursors.items())])
         own = {int(place) for micro in range(self.dataset.accumulate) for place in self.dataset.places(micro)}
         table = table.reshape(-1, 2 + len(Cursor._fields)).astype(np.int64)
-        tables = np.concatenate(gathered(table[np.isin(table[:, 1], list(own))]))
+        states = gathered((table[np.isin(table[:, 1], list(own))], self.skipped, self.counts))
+        self._others = [found for _, *found in states[1:]]
+        tables = np.concatenate([of_rank for of_rank, *_ in states])
+        skipped, counts = _joined(found for _, *found in states)
         cursors = torch.from_numpy(tables[np.lexsort((tables[:, 1], tables[:, 0]))])  # the same for any number of ranks
         state = {"identity": self.identity, "kinds": kinds, "cursors": cursors}
-        return {**super().state_dict(), "streams": {**state, "skipped": self.skipped, "counts": self.counts}}
+        return {**super().state_dict(), "streams": {**state, "skipped": skipped, "counts": counts}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -299,7 +338,23 @@ class StreamLoader(PositionedLoader):
                 "The checkpoint was written with other shards or another seed, so its position in the shards has no"
                 " meaning: give the same ones, or train from token arrays (data.read tokens)."
             )
-        self.skipped, self.counts = dict(streams["skipped"]), dict(streams["counts"])
+        if self.dataset.rank == 0:  # `state_dict` adds those of all ranks
+            self.skipped, self.counts = dict(streams["skipped"]), dict(streams["counts"])
+        kinds = streams["kinds"]
         self.cursors = {
-            (streams["kinds"][kind], lane): Cursor(*cursor) for kind, lane, *cursor in streams["cursors"].tolist()
+            (kinds[kind], lane): Cursor(*cursor)
+            for kind, lane, *cursor in streams["cursors"].tolist()
+            if kinds[kind] in self.rows  # a fork may drop kinds of data.mix
         }
+
+    def found(self) -> Found:
+        """Return `skipped` and `counts` of all ranks; those of the other ranks up to the last `state_dict`."""
+        return _joined([(self.skipped, self.counts), *self._others])
+
+
+def _joined(found: Iterable[Found]) -> Found:
+    names, counts = dict[str, str](), Counter[str]()
+    for of_rank, counts_of_rank in found:
+        names |= of_rank
+        counts.update(counts_of_rank)
+    return dict(islice(names.items(), LISTED)), dict(counts)

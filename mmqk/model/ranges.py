@@ -76,12 +76,7 @@ def number(default: Any, low: float, high: float, *, zero: bool = False) -> Any:
     """Return a field with a range, which applies to every element of a mapping or list. ``default`` may be a
     factory."""
     kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata=ranged(low, high, zero=zero))
-
-
-def ranged(low: float, high: float, *, zero: bool = False) -> dict[str, Range]:
-    """Return the metadata of a range, for a field without a default."""
-    return {_KEY: Range(low, high, zero)}
+    return field(**{kind: default}, metadata={_KEY: Range(low, high, zero)})
 
 
 def range_of(declared: Field[Any]) -> Range | None:

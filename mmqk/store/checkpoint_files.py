@@ -26,9 +26,8 @@ FOOTER_BYTES = len(_PREFIX) + 64 + 1
 _CHUNK = 1 << 20
 
 
-class DamagedError(ValueError):
-    """Raised when the sha256 of a checkpoint is missing or does not match its content. Its message completes a
-    sentence that begins with "The checkpoint X"."""
+class CheckpointError(Exception):
+    """Raised if a checkpoint cannot be used. The message completes the sentence "The checkpoint X ..."."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -115,7 +114,7 @@ def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             check_digest(partial, hashed.footer())
-        except DamagedError as error:
+        except CheckpointError as error:
             raise OSError(errno.EIO, "the bytes read from the disk differ from those written") from error
 
 
@@ -127,7 +126,7 @@ def check_digest(path: Path, footer: bytes | None = None) -> None:
         footer: the footer that the file must have; None for any footer that matches the content.
 
     Raises:
-        DamagedError: the digest is missing or does not match the content.
+        CheckpointError: the digest is missing or does not match the content.
         OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
@@ -137,9 +136,9 @@ def check_digest(path: Path, footer: bytes | None = None) -> None:
             left -= len(chunk)
         ending = file.read()
     if not ending.startswith(_PREFIX):
-        raise DamagedError("is damaged or was not written by mmqk train (the sha256 at its end is missing)")
+        raise CheckpointError("is damaged or was not written by mmqk train (the sha256 at its end is missing)")
     if ending != _PREFIX + digest.hexdigest().encode() + b"\n" or ending != (footer or ending):
-        raise DamagedError("is damaged: its content does not match its sha256")
+        raise CheckpointError("is damaged: its content does not match its sha256")
 
 
 def set_aside(path: Path) -> Path:

@@ -62,12 +62,17 @@ def describe(settled: dict[str, Any]) -> str:
 
 def advised(error: Exception) -> Exception:
     """Return torch's error as a `UserError` with advice if the machine cannot compute the run, or if another process
-    has ended; else the error."""
+    or a loader worker has ended; else the error."""
     message = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and ("by peer" in message or "remote process exited" in message):  # gloo, NCCL
         return UserError(
             "another process of this run has ended: see its output for the reason, and run the same command again to"
             " continue from the last checkpoint"
+        )
+    if "DataLoader worker (pid" in message:
+        return UserError(
+            "a loader worker was killed: if the machine ran out of memory, give fewer data.workers; the same command"
+            " continues from the last checkpoint"
         )
     advice = next((advice for words, advice in ADVICE.items() if words.lower() in message.lower()), None)
     if advice is None or not isinstance(error, RuntimeError):

@@ -248,17 +248,14 @@ class SplitAdamW(HeldOptimizer):
     moments decay, its momentum still moves the weights, and its step count increases.
 
     Args:
-        params: Parameters or parameter groups; a group may set `weight_decay` (decoupled, as in torch).
+        params: Parameters or parameter groups, each with its `weight_decay` (decoupled, as in torch).
         lr: Learning rate.
         betas: Decay of the moments.
         eps: Added to each square root of a second moment.
-        weight_decay: Weight decay of groups that do not set it.
     """
 
-    def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
         self._gradients: dict[Tensor, Tensor] = {}  # by parameter, modalities along the first axis
 
     def backward(self, losses: Sequence[Tensor]) -> None:

@@ -18,6 +18,7 @@ from mmqk.distributed import first_of_ranks, largest
 from mmqk.monitors.own.probe import first_bad_state
 from mmqk.store import MetricsWriter, RunFolder, UserError, disk_sentence
 from mmqk.store.checkpoint_files import PARTIAL_SUFFIX, checkpoint_name, checkpoints_in, set_aside, step_of, strays_in
+from mmqk.training.device import advised
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -208,6 +209,7 @@ class Lifecycle(L.Callback):
         if self.folder is None:
             return
         stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
+        exception = advised(exception) if isinstance(exception, Exception) else exception
         reason = " ".join(str(exception).split())[:300] or type(exception).__name__
         if isinstance(exception, OSError):
             reason = disk_sentence(exception)

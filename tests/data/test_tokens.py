@@ -199,6 +199,7 @@ def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):
     np.save(arrays / "train-2.npy", np.full((3, 18), 999))
     argv = [f"--val={arrays}/val-*.npy", SIZES, f"--out={arrays / 't'}"]
     before = sorted(arrays.rglob("*"))
+    assert cli_main(main)([f"--train={arrays}/train-0.npy", *argv, "--val-fraction=0.1"]) == 2
     assert cli_main(main)([f"--train={arrays}/train-*.npy", *argv]) == 2
     assert "train-2.npy does not fit" in capsys.readouterr().err and sorted(arrays.rglob("*")) == before
     (arrays / "t").mkdir()  # --out may be an empty folder

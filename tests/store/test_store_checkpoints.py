@@ -12,7 +12,7 @@ from mmqk.store import checkpoint_files as store
 from mmqk.store import files
 from mmqk.store.checkpoint_files import (
     FOOTER_BYTES,
-    DamagedError,
+    CheckpointError,
     check_digest,
     checkpoints_in,
     set_aside,
@@ -42,7 +42,7 @@ def test_every_flipped_bit_is_seen(tmp_path):
     without = []
     for bit in range(8 * path.stat().st_size):
         flip(path, bit)
-        with pytest.raises(DamagedError) as error:
+        with pytest.raises(CheckpointError) as error:
             check_digest(path)
         if "missing" in str(error.value):
             without.append(bit // 8)
@@ -59,10 +59,10 @@ def test_a_file_that_is_cut_or_continued_is_seen(tmp_path):
     assert len(whole) == 128
     for left in (0, 1, 49, 77, 78, 100, 127):
         path.write_bytes(whole[:left])
-        with pytest.raises(DamagedError, match="the sha256 at its end is missing"):
+        with pytest.raises(CheckpointError, match="the sha256 at its end is missing"):
             check_digest(path)
     path.write_bytes(whole + whole)
-    with pytest.raises(DamagedError):
+    with pytest.raises(CheckpointError):
         check_digest(path)
 
 

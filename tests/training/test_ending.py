@@ -74,6 +74,32 @@ def test_sigterm_before_training_or_a_second_one_ends_the_run_without_a_checkpoi
     goes_on(args, out, whole)
 
 
+def children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def test_loader_workers_outlive_a_sigterm_but_not_their_run(tiny_args, tmp_path):
+    for signum, target in ((signal.SIGTERM, "all"), (signal.SIGKILL, "worker"), (signal.SIGKILL, "run")):
+        folder = tmp_path / f"{signum} {target}"
+        out, _ = folder / "run", folder.mkdir()
+        run = start([*tiny_args, "--data.workers=2", f"--out={out}"], folder, "step", step=6)
+        wait_for((folder / "at").exists)
+        (server,) = children(run.pid)
+        workers = children(server)
+        assert len(workers) == 2
+        for pid in {"all": [*workers, run.pid], "worker": workers[:1], "run": [run.pid]}[target]:
+            os.kill(pid, signum)
+        (folder / "go").touch()
+        run.join(SECONDS)
+        assert run.exitcode == {"all": 128 + signum, "worker": 2, "run": -signum}[target]
+        assert "Traceback" not in (folder / "log").read_text()
+        wait_for(lambda pids=workers: all(map(gone, pids)))
+        if target == "all":
+            assert (out / "checkpoints/step00000007.ckpt").exists()
+        elif target == "worker":
+            assert "loader worker" in read_status(out).reason
+
+
 def _with_child(folder: Path, follows: bool) -> None:
     """Start a child process that pauses, and wait."""
     parent = os.getpid()

@@ -45,10 +45,12 @@ def test_a_parameter_of_both_takes_the_sum_of_both_steps_and_the_others_are_as_w
     p = Three().both.detach().clone()
     m, v = [torch.zeros_like(p)] * 2, [torch.zeros_like(p)] * 2
     (b1, b2), lr = SETTING["betas"], SETTING["lr"]
-    optimizer = SplitAdamW(ours.parameters(), **SETTING)
+    decay = SETTING["weight_decay"]
+    rest = {name: value for name, value in SETTING.items() if name != "weight_decay"}
+    optimizer = SplitAdamW([{"params": list(ours.parameters()), "weight_decay": decay}], **rest)
     for step in range(STEPS):
         gradients = [torch.autograd.grad(loss, ours.both)[0] for loss in ours.losses(step)]
-        p = p - lr * SETTING["weight_decay"] * p
+        p = p - lr * decay * p
         for a, g in enumerate(gradients):
             m[a], v[a] = b1 * m[a] + (1 - b1) * g, b2 * v[a] + (1 - b2) * g * g
             m_hat, v_hat = m[a] / (1 - b1 ** (step + 1)), v[a] / (1 - b2 ** (step + 1))

@@ -243,7 +243,10 @@ def split_shards(pattern: str, val_fraction: float | None) -> tuple[list[str], l
     share = max(val_fraction or SHARE, float(np.nextafter(min(fractions), 1)))
     train = [name for name, fraction in zip(names, fractions, strict=True) if fraction >= share]
     if not train:
-        raise UserError(f"data.val_fraction {val_fraction} holds out all {len(names)} shards: give a smaller one")
+        raise UserError(
+            f"{pattern} names {len(names)} shards, all of which are held out by the hash of their file names: lower"
+            " data.val_fraction, or give them different names"
+        )
     return train, [name for name, fraction in zip(names, fractions, strict=True) if fraction < share]
 
 

@@ -7,6 +7,7 @@ from any sample on, for runs that read shards while they train.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import io
@@ -15,6 +16,7 @@ import lzma
 import os
 import re
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -73,6 +75,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise UserError(f"{path} cannot be read ({error}): {REWRITE}") from None
 
 
+# A download has this suffix until it is complete; one that has not grown for ABANDONED seconds may be deleted.
+PART, ABANDONED = ".part", 3600
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no remote engine raises them
+
+
+class CacheError(OSError):
+    """The folder of a `ShardCache` cannot be written."""
+
+
 @dataclass(frozen=True)
 class ShardCache:
     """A folder of whole shards. The least recently used shard is deleted first.
@@ -81,7 +92,7 @@ class ShardCache:
 
     Args:
         folder: the folder; it is created if it is missing.
-        limit: limit of the size of all its files, in bytes.
+        limit: limit of the size of its files in bytes; downloads in progress may exceed it.
     """
 
     folder: Path
@@ -91,7 +102,7 @@ class ShardCache:
         """Open the local copy of a shard, and download it first if there is none; None if it is larger than the limit.
 
         Raises:
-            OSError and others of the engine: the download fails, or the disk is full.
+            CacheError: the folder cannot be written. OSError and others of the engine: the download fails.
         """
         path = self.folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{base_name(url)}"
         try:
@@ -104,15 +115,24 @@ class ShardCache:
         size = system.info(url).get("size")
         if size is not None and size > self.limit:
             return None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._make_room(size or 0)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PART}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_room(size or 0)
+            part.touch()
+        except OSError as error:
+            raise CacheError(error.errno, error.strerror, str(self.folder)) from error
         try:
             system.get_file(url, str(part))
             if size is not None and part.stat().st_size != size:
                 raise OSError(f"{part.stat().st_size} of {size} bytes were sent")
             file = part.open("rb")
             part.replace(path)
+            self._make_room(0)  # another process may have filled it meanwhile
+        except OSError as error:
+            if error.errno in FULL:
+                raise CacheError(error.errno, error.strerror, str(self.folder)) from error
+            raise
         finally:
             part.unlink(missing_ok=True)
         return file
@@ -120,16 +140,15 @@ class ShardCache:
     def _make_room(self, size: int) -> None:
         files = []
         for path in self.folder.iterdir():
-            try:
+            with contextlib.suppress(FileNotFoundError):  # another process made room
                 files.append((path.stat().st_mtime, path.stat().st_size, path))
-            except FileNotFoundError:  # another process made room
-                continue
         used = sum(file[1] for file in files)
-        for _, of_file, path in sorted(files):
+        for age, of_file, path in sorted(files):
             if used + size <= self.limit:
                 return
-            path.unlink(missing_ok=True)
-            used -= of_file
+            if path.suffix != PART or age < time.time() - ABANDONED:
+                path.unlink(missing_ok=True)
+                used -= of_file
 
 
 # A remote shard is given up after this many failures in a row, each followed by twice the pause (seconds).
@@ -205,7 +224,7 @@ def samples_of(
         cache: as for `open_shard`.
 
     Raises:
-        ShardError: the shard cannot be read to its end.
+        ShardError: the shard cannot be read to its end. CacheError: the cache cannot be written.
     """
 
     def wanted(n: int) -> bool:
@@ -219,6 +238,8 @@ def samples_of(
                     start, number, failures = sample.end, sample.number + 1, 0
                     yield sample
             return
+        except CacheError:
+            raise
         except Exception as error:  # each engine has its own errors
             failures += 1
             ranges = ranges and "range requests" not in str(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mmqk.data.shards.files import expand
-from mmqk.data.shards.manifest import SHARE, default_share, small_set_sentence
+from mmqk.data.shards.manifest import SHARE, default_share, small_set_sentence, split_of
 from mmqk.data.tokens.folder import Layout, TokenWriter, load_array
 from mmqk.store import OneSentenceParser, UserError, check_empty, hash_fraction, new_folder
 from mmqk.store.files import writing
@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     if any(not 0 <= i < layout.size for i in layout.specials):
         raise UserError(f"--pad, --begin-image and --end-image must be ids from 0 to {layout.size - 1}.")
-    if not args.val and args.val_fraction is not None and not 0 < args.val_fraction < 1:
-        raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1, or --val.")
+    if args.val_fraction is not None and (args.val or not 0 < args.val_fraction < 1):
+        raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1 or --val, not both.")
     if (args.begin_image is None) != (args.end_image is None):
         raise UserError("--begin-image and --end-image belong together: give both or neither.")
     files = {split: _files(pattern) for split, pattern in (("train", args.train), ("val", args.val))}
@@ -96,7 +96,7 @@ def _write(args: argparse.Namespace, layout: Layout, files: dict[str, list[Path]
         counts = {"train": 0, "val": 0}
         share = args.val_fraction
         if share is None and not args.val:
-            share = default_share(_fraction(d) for path in files["train"] for d in _documents(path))
+            share = default_share(hash_fraction(_identity(d)) for path in files["train"] for d in _documents(path))
             if share > SHARE:
                 print(small_set_sentence(share), flush=True)
         for split, paths in files.items():
@@ -110,7 +110,7 @@ def _write(args: argparse.Namespace, layout: Layout, files: dict[str, list[Path]
                 if not args.val:
                     parts = {"train": [], "val": []}
                     for d in documents:
-                        parts["val" if _fraction(d) < share else "train"].append(d)
+                        parts[split_of(_identity(d), share)].append(d)
                 for name, chosen in parts.items():
                     counts[name] += len(chosen)
                     try:
@@ -126,8 +126,8 @@ def _write(args: argparse.Namespace, layout: Layout, files: dict[str, list[Path]
     return counts
 
 
-def _fraction(document: np.ndarray) -> float:
-    return hash_fraction(document.astype(np.int64).tobytes())
+def _identity(document: np.ndarray) -> bytes:
+    return document.astype(np.int64).tobytes()
 
 
 def _files(pattern: str) -> list[Path]:

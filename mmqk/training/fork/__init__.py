@@ -22,6 +22,7 @@ from mmqk.config.run import CHANGES, NEWER, SECTIONS, sequences
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.data.order import sequence_numbers
+from mmqk.data.stream import Cursor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.patch import named_function
 from mmqk.model.ranges import default_of
@@ -41,7 +42,7 @@ FORK_NAME = "fork.json"
 START_NAME = "start.ckpt"  # the initial weights of a fork of an import
 # Fields that change the devices, speed or loggers of a run but not its result.
 NOT_CHANGES = ("checkpoint.", "threads", "logging", "activation_checkpointing", "data.workers", "data.cache",
-               "fork", "trainer.devices", "trainer.num_nodes", "trainer.strategy")  # fmt: skip
+               "data.shard_cache", "fork", "trainer.devices", "trainer.num_nodes", "trainer.strategy")  # fmt: skip
 # If the changed fields raise a loss by more than this (nats), the loss history starts again, because such a rise does
 # not count as a divergence.
 JUMP_NATS = 0.1
@@ -324,7 +325,7 @@ def loops_state(saved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
     """Return the ``loops`` of the parent's checkpoint for the fork: step counters and the position in the data.
 
     Raises:
-        UserError: the parent has read a sequence of `fork_skip`, or reads shards and cannot skip.
+        UserError: the parent has read a sequence of `fork_skip`, or the fork reads shards and cannot skip.
     """
     assert run.parent is not None
     step, before, size = run.parent.step, run.parent.config["data"]["batch_size"], run.data.batch_size
@@ -340,14 +341,8 @@ def loops_state(saved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
             " sequences, or fork at an earlier step."
         )
     state = {"position": position, "ahead": read + (skip - step) * size}
-    if "streams" in loader:
-        if size != before or skip or skipped:
-            raise UserError(
-                "The parent reads shards, so its fork continues at the same sample with the same data.batch_size: leave"
-                " fork_skip, fork_skip_batches and data.batch_size out, or train the parent from token arrays"
-                " (data.read tokens)."
-            )
-        state["streams"] = loader["streams"]
+    if run.data.streams:
+        state["streams"] = _streams_state(loader.get("streams", {}), run)
     if left_out := sorted({*left_out, *skipped}):
         state["skip"] = left_out
     fit["state_dict"]["combined_loader"] = [state]
@@ -356,6 +351,31 @@ def loops_state(saved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
     for counts in (progress["total"], progress["current"]):
         counts.update({name: position - (name == "completed") for name in counts})
     return loops
+
+
+def _streams_state(saved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Return the position of the fork in its shards: that of the parent, or the start of other shards.
+
+    If documents are cut in another way, each lane begins its open document again.
+
+    Raises:
+        UserError: the fork skips sequences, or continues with another batch size.
+    """
+    assert run.parent is not None
+    before, identity = run.parent.config["data"], run.data.stream_identity(run.seed)
+    continues = saved.get("identity") == identity
+    if run.fork_skip_batches or run.fork_skip or (continues and run.data.batch_size != before["batch_size"]):
+        raise UserError(
+            "A fork that reads shards continues at the next sample with the data.batch_size of its parent: leave"
+            " fork_skip, fork_skip_batches and data.batch_size out, or train both from token arrays (data.read tokens)."
+        )
+    if not continues:
+        cursors = torch.zeros(0, 2 + len(Cursor._fields), dtype=torch.int64)
+        return {"identity": identity, "kinds": [], "cursors": cursors, "skipped": {}, "counts": {}}
+    cursors = saved["cursors"].clone()
+    if any(before[name] != getattr(run.data, name) for name in ("seq_len", "pack", "tokenizers")):
+        cursors[:, -1] = 0  # `Cursor.part`
+    return {**saved, "cursors": cursors}
 
 
 def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Change) -> dict[str, Any]:

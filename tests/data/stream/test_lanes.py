@@ -224,6 +224,8 @@ def test_shards_are_held_out_by_name_and_none_is_read(tmp_path):
     assert len(split_shards(str(tmp_path / "0000{0..1}.tar"), None)[1]) == 1
     with pytest.raises(UserError, match="names one shard"):
         split_shards(str(tmp_path / "00000.tar"), None)
+    with pytest.raises(UserError, match="different names"):
+        split_shards("https://127.0.0.1:9/{0..2}/data.tar", None)
     first = stream_hash(str(tmp_path / "*.tar"))
     (tmp_path / "00000.tar").write_bytes(b"no longer a tar")
     assert stream_hash(str(tmp_path / "*.tar")) != first

@@ -109,30 +109,36 @@ def test_what_workers_read_ahead_is_not_in_the_state(tiny_data, pattern, whole):
     assert len(saved(state).getvalue()) < 6000
 
 
-def test_ranks_take_over_from_each_other(tiny_data, pattern, whole, monkeypatch):
+def test_ranks_take_over_from_each_other(tiny_data, tmp_path, monkeypatch):
     from mmqk.data import loader as module
 
     def ranks(state, n, world):
         """Return whole batches from ``world`` ranks in turn, and their merged state."""
-        batches, tables = [], []
-        monkeypatch.setattr(module, "gathered", lambda own: [*tables, own])
+        batches, states = [], []
+
+        def gathered(own):
+            states.append(own)
+            return states
+
+        monkeypatch.setattr(module, "gathered", gathered)
         for rank in range(world):
             loader = loader_of(tiny_data, pattern, rank, world, accumulate=2)
             if state is not None:
                 loader.load_state_dict({**state})
             own, after = take(loader, 2 * n)
             batches.append(own)
-            cursors = after["streams"]["cursors"].numpy()
-            tables.append(cursors[sum(map(len, tables)) :])
         size = BATCH // 2 // world
         assert all(len(b) == size for own in batches for b in own)
         steps = [np.concatenate([own[2 * s + m] for m in range(2) for own in batches]) for s in range(n)]
         return steps, after
 
+    pattern = write_pairs(tmp_path, broken=range(1, 42, 7))  # one of each shard
+    whole, end = take(loader_of(tiny_data, pattern), STEPS)
     one, state = ranks(None, 3, 1)
     two, state = ranks(state, 4, 2)
-    again, _ = ranks(state, STEPS - 7, 1)
+    again, state = ranks(state, STEPS - 7, 2)
     assert same([*one, *two, *again], whole)
+    assert all(state["streams"][name] == end["streams"][name] for name in ("skipped", "counts"))
 
 
 def test_an_epoch_has_every_pair_once_and_a_resume_at_its_end_is_exact(tiny_data, pattern):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import os
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -177,6 +181,24 @@ def test_a_cached_shard_is_read_from_disk(server, tmp_path):
     small = ShardCache(tmp_path / "small", sizes[2])
     assert [x.key for x in samples_of(address(server, "00000.tar"), cache=small)] == [x[0] for x in local[0]]
     assert not small.folder.exists()
+
+
+def test_a_cache_keeps_downloads_in_progress_and_names_itself_if_it_is_full(server, tmp_path, monkeypatch):
+    (size,) = (Path(path).stat().st_size for path in write_shards(tmp_path, [40]))
+    cache, url = ShardCache(tmp_path / "copies", size), address(server, "00000.tar")
+    cache.folder.mkdir()
+    (cache.folder / "growing.part").write_bytes(bytes(size))
+    (cache.folder / "abandoned.part").write_bytes(bytes(size))
+    os.utime(cache.folder / "abandoned.part", (0, 0))
+    assert len(list(samples_of(url, cache=cache))) == 40
+    assert "growing.part" in os.listdir(cache.folder) and "abandoned.part" not in os.listdir(cache.folder)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(read, "filesystem", lambda _: SimpleNamespace(info=lambda _: {"size": 9}, get_file=full))
+    with pytest.raises(OSError, match="copies"):  # not a ShardError, after which the lane would leave the shard
+        list(samples_of(address(server, "00001.tar"), cache=cache))
 
 
 def test_a_missing_shard_or_engine_is_one_sentence(server, monkeypatch):

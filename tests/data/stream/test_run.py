@@ -7,6 +7,9 @@ import json
 import pytest
 import torch
 
+from mmqk.data.order import STREAMS
+from mmqk.data.shards.manifest import split_shards
+from mmqk.data.stream import Account, Lane
 from mmqk.store import UserError, cli_main, read_status
 from mmqk.train import main
 from tests.data.stream.test_loader import write_pairs
@@ -35,9 +38,60 @@ def test_forks_continue_at_the_next_sample_and_cannot_skip(whole, tmp_path):
     for n, flag in enumerate(("--fork_skip_batches=1", "--fork_skip=[900]", "--data.batch_size=4")):
         with pytest.raises(UserError, match="reads shards"):
             main([*fork, flag, f"--out={tmp_path / str(n)}"])
-    assert main([*fork, f"--out={tmp_path / 'fork'}"]) == 0
+        assert not (tmp_path / str(n) / "checkpoints").exists()
+    assert main([*fork, "--data.shard_cache=copies", f"--out={tmp_path / 'fork'}"]) == 0
+    changed = json.loads((tmp_path / "fork/fork.json").read_text())["changed"]
+    assert [change["field"] for change in changed] == ["optim.lr"]
     cursors = [data_state(f)["streams"]["cursors"] for f in (whole, tmp_path / "fork")]
     assert torch.equal(*cursors) and not torch.equal(cursors[0], data_state(whole, 8)["streams"]["cursors"])
+
+
+FORKS = {
+    "without a kind": (['--data.mix={"pair": 1, "image": 1}'], ['--data.mix={"pair": 1}']),
+    "with other pieces": (['--data.mix={"text": 1}', "--data.pack=documents"], ["--data.seq_len=300"]),
+    "with another seed": (['--data.mix={"pair": 1}'], ["--seed=1"]),
+    "with shards after token arrays": (["--data.read=tokens"], ["--data.read=shards", "--data.batch_size=8"]),
+}
+
+
+@pytest.mark.parametrize(("before", "changed"), FORKS.values(), ids=FORKS)
+def test_a_fork_trains_and_resumes(tiny_args, tmp_path, before, changed):
+    for f in range(3):
+        lines = [json.dumps({"text": f"document {f} {n} " + "word " * 300}) for n in range(4)]
+        (tmp_path / f"{f}.jsonl").write_text("\n".join(lines) + "\n")
+    pairs, text = f"--data.pairs={write_pairs(tmp_path / 'shards')}", f"--data.text={tmp_path}/*.jsonl"
+    if "--data.read=shards" in changed:
+        before, changed = [a for a in (*tiny_args, *before) if "pairs=" in a or "=tokens" in a], [*changed, pairs, text]
+    else:
+        before = [*before, "--data.read=shards", pairs, text]
+    few = ["--data.val_sequences=2", "--monitor.every_n_steps=0", "--checkpoint.keep=9", "--data.seq_len=120",
+           "--checkpoint.every_n_steps=2"]  # fmt: skip
+    parent, fork = tmp_path / "parent", [f"--fork={tmp_path / 'parent'}", *changed, "--trainer.max_steps=16"]
+    assert main([*tiny_args, *few, *before, f"--out={parent}"]) == 0
+    assert main([*fork, "--quiet", f"--out={tmp_path / 'fork'}"]) == 0
+    if "streams" in (state := data_state(parent)):  # with another seed the fork starts again, else it continues
+        places = [s["streams"]["cursors"][:, :-1].tolist() for s in (state, data_state(tmp_path / "fork", 16))]
+        assert (places[1] >= places[0]) == ("--seed=1" not in changed)
+    rewind(tmp_path / "fork", tmp_path / "again", 14)
+    assert main([*fork, "--quiet", f"--out={tmp_path / 'again'}"]) == 0
+    assert series(tmp_path / "again") == series(tmp_path / "fork")
+
+
+@pytest.mark.slow
+def test_the_rank_that_cannot_go_on_prints_the_reason(tiny_args, tmp_path):
+    """Half of the samples of the shards that only the second rank reads first cannot be used."""
+    shards = [str(tmp_path / f"shards/{s:05d}.tar") for s in range(40)]
+    pattern = write_pairs(tmp_path / "shards", 40, 40)
+    train_shards = split_shards(pattern, None)[0]
+    lanes = [Lane(train_shards, str, Account(), n, 32, (0, STREAMS["pair"])) for n in range(16, 32)]
+    second = {shards.index(lane._dealt(0, 0)[0]) for lane in lanes}
+    write_pairs(tmp_path / "shards", 40, 40, broken=[40 * s + i for s in second for i in range(0, 40, 2)])
+    args = [*tiny_args, "--data.read=shards", f"--data.pairs={pattern}", '--data.mix={"pair": 1}', "--data.seq_len=120"]
+    codes = train([*args, "--data.batch_size=32", f"--out={tmp_path / 'run'}"], tmp_path / "log")
+    assert codes == [2, 2], (tmp_path / "log0").read_text()
+    assert "more than 10%" in (tmp_path / "log1").read_text()
+    assert "more than 10%" not in (tmp_path / "log0").read_text()
+    assert "another process" in read_status(tmp_path / "run").reason
 
 
 @pytest.mark.slow
