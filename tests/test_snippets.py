@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A command whose arguments stand for a file, run or machine of the reader is not run; its flags are tested.
-OF_THE_READER = re.compile(r"--fork|NAME|[<>]|gpu_|devices|\bG\.yaml|mine|wandb")
+OF_THE_READER = re.compile(r"--fork|NAME|[<>]|\bG\.yaml|mine|wandb")
 
 
 def blocks(page: Path, language: str) -> list[str]:

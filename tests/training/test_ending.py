@@ -89,6 +89,8 @@ def test_loader_workers_outlive_a_sigterm_but_not_their_run(tiny_args, tmp_path)
         assert len(workers) == 2
         for pid in {"all": [*workers, run.pid], "worker": workers[:1], "run": [run.pid]}[target]:
             os.kill(pid, signum)
+        time.sleep(0.5)
+        assert target != "all" or not any(map(gone, workers))
         (folder / "go").touch()
         run.join(SECONDS)
         assert run.exitcode == {"all": 128 + signum, "worker": 2, "run": -signum}[target]
