@@ -60,7 +60,7 @@ def describe(settled: dict[str, Any]) -> str:
     return f"{settled['name']}; attention: {settled['attention']}{''.join(words)}"
 
 
-def advised(error: Exception) -> Exception:
+def advised(error: BaseException) -> BaseException:
     """Return torch's error as a `UserError` with advice if the machine cannot compute the run, or if another process
     or a loader worker has ended; else the error."""
     message = " ".join(str(error).split())

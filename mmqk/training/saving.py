@@ -209,7 +209,7 @@ class Lifecycle(L.Callback):
         if self.folder is None:
             return
         stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
-        exception = advised(exception) if isinstance(exception, Exception) else exception
+        exception = advised(exception)
         reason = " ".join(str(exception).split())[:300] or type(exception).__name__
         if isinstance(exception, OSError):
             reason = disk_sentence(exception)
