@@ -28,7 +28,7 @@ def start(
     """Start both processes and return them in the order of their ranks. Rank r writes its output to ``{log}{r}``.
 
     With ddp, rank r also writes its final weights to ``{log}{r}.weights``. The second rank adds 100 to its loss at
-    the step ``spike``.
+    the step ``spike``; if it is -1, the second rank has no data.
     """
     start_server(PRELOAD)
     port = free_port()
@@ -73,7 +73,8 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int, spike: in
         "SLURM_LOCALID": str(rank % local),
     }  # fmt: skip
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (until the process ends)
-    from mmqk.store import cli_main
+    from mmqk.data.datamodule import TokenDataModule
+    from mmqk.store import UserError, cli_main
     from mmqk.train import main
     from mmqk.training.module import TrainingModule
 
@@ -91,5 +92,10 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int, spike: in
             module._step_loss = module._step_loss + 100
         return loss
 
+    def missing(*_: Any) -> None:
+        raise UserError("planted: the data are missing")
+
     TrainingModule.training_step = spiking  # type: ignore[method-assign]
+    if rank == 1 and spike == -1:
+        TokenDataModule.setup = missing  # type: ignore[method-assign]
     sys.exit(cli_main(main)(args))

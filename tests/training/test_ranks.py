@@ -225,6 +225,12 @@ def test_a_signal_to_any_process_ends_all_in_order(tiny_args, tmp_path, signum):
     assert max(steps) == status.step == int(next(iter((out / "checkpoints").iterdir())).stem[4:])
 
 
+def test_a_rank_without_data_ends_all_with_the_reason(tiny_args, tmp_path):
+    assert train([*tiny_args, f"--out={tmp_path / 'run'}"], tmp_path / "log", spike=-1) == [2, 2]
+    assert "planted" in read_status(tmp_path / "run").reason
+    assert all("planted" in (tmp_path / f"log{rank}").read_text() for rank in (0, 1))
+
+
 def test_a_divergence_ends_all_in_order(tiny_args, tmp_path):
     args = [*tiny_args, "--optim.lr=1e18", "--optim.warmup_steps=1", "--trainer.gradient_clip_val=0"]
     assert main([*args, f"--out={tmp_path / 'one'}"]) == 3
