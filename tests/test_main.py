@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from mmqk.cli import COMMANDS, main
@@ -28,17 +25,3 @@ def test_an_unknown_flag_is_one_sentence(name, capsys, tmp_path, monkeypatch):
     assert err.startswith("mmqk: ") and err.count("\n") == 1 and err.endswith("\n")
     assert "no-such-flag" in err and "usage:" not in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_ctrl_c_during_an_import_is_one_line():
-    code = (
-        "import sys, mmqk.cli\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'mmqk.lab.remedies': raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Finder())\n"
-        "sys.argv = ['mmqk', 'remedies']\n"
-        "mmqk.cli.run()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "mmqk: interrupted\n")

@@ -133,16 +133,6 @@ def test_departures_find_the_planted_step_and_its_end():
     assert departures(table(grad_norm=np.where(STEPS == 350, base * 30, base)), limits) == []  # one value is a spike
 
 
-def test_a_thin_log_says_that_the_rates_may_not_hold():
-    thin, full = (diagnose(log(table().iloc[k - 1 :: k]))["warnings"] for k in (10, 1))
-    assert "every 10 steps" in thin[0] and full == []
-
-
-def test_a_short_log_says_that_silence_means_nothing():
-    short, full = (diagnose(log(table().iloc[:n]))["warnings"] for n in (15, 600))
-    assert any("has 15 losses" in text for text in short) and not any("losses, and the rules" in text for text in full)
-
-
 def test_hostile_names_are_escaped(tmp_path, capsys):
     metrics = table().rename(columns={"grad_norm": HOSTILE})
     code, _, page = written(tmp_path, metrics)

@@ -332,11 +332,6 @@ def test_without_a_loss_the_error_lists_the_columns_and_the_way_out(tmp_path):
         assert ("--map" in str(error.value)) == ("--map loss=val_loss" in str(error.value)) == (name == "val_loss")
 
 
-def test_gaps_are_noted(tmp_path):
-    log = read_log(jsonl(tmp_path / "log.jsonl", [{"step": s, "loss": 1.0} for s in range(100) if not 40 < s < 70]))
-    assert "from step 40 to 70" in " ".join(log.notes)
-
-
 @pytest.mark.parametrize(
     "content", [b"\x80\x04\x95pickle\x00", b"", b"hello\n", b"{}", b"[]", b"[1, 2]", b"step,loss\n"]
 )

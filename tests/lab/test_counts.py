@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab.counts import Counts, clopper_pearson
+from mmqk.lab.counts import Counts
 from mmqk.lab.effects import sign_flip
 from mmqk.lab.page.figures import survival
 from mmqk.lab.study import load_study
@@ -15,24 +15,6 @@ from mmqk.lab.verdicts.judge import benjamini_hochberg, holm, judge
 from mmqk.lab.verdicts.measure import kaplan_meier, log_rank
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, study
-
-
-def test_fisher_sums_the_tables_that_are_at_most_as_likely():
-    for n, m in ((5, 7), (6, 6)):
-        for a, b in itertools.product(range(n + 1), range(m + 1)):
-            tables = range(max(0, a + b - m), min(n, a + b) + 1)
-            ways = [math.comb(n, i) * math.comb(m, a + b - i) for i in tables]
-            observed = math.comb(n, a) * math.comb(m, b)
-            assert Counts(a, n, b, m).fisher == pytest.approx(sum(w for w in ways if w <= observed) / sum(ways))
-    assert Counts(6, 6, 0, 6).fisher != pytest.approx(stats.chi2_contingency([[6, 0], [0, 6]])[1])
-
-
-def test_clopper_pearson_leaves_half_of_5_percent_in_each_tail():
-    for count, n in ((0, 6), (3, 6), (6, 6), (50, 1000)):
-        low, high = clopper_pearson(count, n)
-        assert low == 0 if count == 0 else stats.binom.sf(count - 1, n, low) == pytest.approx(0.025)
-        assert high == 1 if count == n else stats.binom.cdf(count, n, high) == pytest.approx(0.025)
-    assert clopper_pearson(3, 6, 0.99)[1] > clopper_pearson(3, 6)[1]
 
 
 def flipped_one_by_one(values):

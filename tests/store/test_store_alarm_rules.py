@@ -139,11 +139,6 @@ def test_a_loss_below_its_ceiling_or_improving_or_without_a_ceiling_does_not_sta
     assert stalls(noise(400, mean=5.0), ceiling=4.0)
 
 
-def test_a_stall_that_ends_and_comes_again_is_two():
-    found = stalls(noise(600, mean=5.0) + noise(600, mean=4.5), ceiling=4.0)
-    assert len(found) == 2 and found[0].step < 600 < found[1].step
-
-
 # Growth -------------------------------------------------------------------------------------------------------
 
 
@@ -280,12 +275,6 @@ def test_every_planted_event_is_named_with_its_step_series_and_nothing_else_ring
     assert {alarm.name for alarm in found} == set(NAMES)
     image = next(alarm for alarm in found if alarm.name == "growth")
     assert image.where == "image to text, layer 1" and "layer01" in image.line()
-
-
-def test_the_logarithm_of_nothing_is_no_accident():
-    for name, value, rings in (("logit_q_power/text-text/layer00", -math.inf, False), ("loss", -math.inf, True),
-                               ("logit_q_power/text-text/layer00", math.nan, True)):  # fmt: skip
-        assert bool(AlarmRules().update(1, {name: value})) is rings
 
 
 def test_a_modality_that_is_not_trained_may_do_as_it_likes():

@@ -15,7 +15,6 @@ import pytest
 
 from mmqk.store import (
     RunFolder,
-    Status,
     UserError,
     canonical,
     differing_fields,
@@ -152,12 +151,6 @@ def test_a_folder_of_other_files_is_refused_untouched(tmp_path):
     with pytest.raises(UserError, match=r"has other files \(thesis\.tex\)"):
         open_run(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_record_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "run.json").write_text('{"id": "cut')
-    with pytest.raises(UserError, match=r"run\.json cannot be read"):
-        open_run(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
@@ -300,16 +293,3 @@ def test_a_process_that_died_before_it_began_can_begin_again(tmp_path):
     assert mark_ended(tmp_path / "r", "failed", 0, "killed by SIGKILL")
     with open_run(tmp_path / "r") as run:
         assert run.state == "new" and run.status().status == "running"
-
-
-def test_an_unreadable_status_is_refused(tmp_path):
-    with open_run(tmp_path / "r") as run:
-        for text in ('{"status": "odd"}', "[]", ""):
-            (run.path / "status.json").write_text(text)
-            with pytest.raises(UserError, match=r"status\.json cannot be read \(.+\): remove it"):
-                read_status(run.path)
-        # Other versions of mmqk wrote other keys too.
-        (run.path / "status.json").write_text('{"status": "completed", "step": 3, "reason": "", "lost": ""}')
-        assert read_status(run.path) == Status("completed", 3)
-        (run.path / "status.json").unlink()
-        assert read_status(run.path) is None

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from mmqk.config import resolve
 from mmqk.store import Alarm, read_metrics
 from mmqk.train import main
-from mmqk.training.loggers import Integration, RunLogger, chart_values
+from mmqk.training.loggers import Integration, RunLogger
 from mmqk.training.saving import Checkpoints
 from tests.training.runs import WHOLE, series
 
@@ -46,18 +46,6 @@ def test_values_are_those_of_metrics_jsonl(whole):
     for event in found.Scalars("attn_logit_absmax/text-image/max"):
         layers = [lines[event.step][f"attn_logit_absmax/text-image/layer{i:02d}"] for i in range(2)]
         assert event.value == pytest.approx(max(layers), rel=1e-6) != pytest.approx(min(layers), rel=1e-6)
-
-
-def test_reduction_over_layers():
-    values = {f"q_norm/text/layer{i:02d}": float(v) for i, v in enumerate((3, 1, 8))} | {"loss": 2.0}
-    assert chart_values(values) == {"q_norm/text/max": 8.0, "q_norm/text/median": 3.0, "loss": 2.0}
-    assert chart_values({"q_norm/text/layer00/head01": 1.0, "val_log_z/text": 1.0, "odd/a/b/c": 1.0}) == {}
-    for place in range(3):  # a NaN in any layer gives NaN
-        bad = {name: math.nan if i == place else v for i, (name, v) in enumerate(values.items())}
-        shown = chart_values(bad)
-        assert math.isnan(shown["q_norm/text/max"]) and math.isnan(shown["q_norm/text/median"])
-    clip = {f"qk_clip_gamma/layer{i:02d}": v for i, v in enumerate((0.9, 0.4, 1.0))} | {"other/layer00": 1.0}
-    assert chart_values(clip) == {"qk_clip_gamma/min": 0.4}
 
 
 # W&B and MLflow ---------------------------------------------------------------------------------------------
@@ -179,17 +167,6 @@ def test_the_values_of_a_step_are_one_call_and_alarms_are_sent(tmp_path):
     logger.save()
     both = {"q_norm/text/layer00": math.inf}
     assert kept.calls == [(2, {"loss": 2.0, **both}), (3, {"loss": 3.0, **both}), (2, {"alarm/spike": 1})]
-
-
-def test_mlflow_gets_at_most_a_thousand_values_in_a_request(tmp_path):
-    many = {f"value{i}": float(i) for i in range(2500)}
-    for name, sizes in (("mlflow", [1000, 1000, 500]), ("wandb", [2500])):
-        kept = Kept()
-        integration = Integration(tmp_path, name, kept, step=-1)
-        integration.write(0, many)
-        integration.flush()
-        assert [len(values) for _, values in kept.calls] == sizes
-        assert {k: v for _, values in kept.calls for k, v in values.items()} == many
 
 
 def test_a_lost_connection_does_not_end_the_run_and_is_printed_once(tmp_path, capsys):

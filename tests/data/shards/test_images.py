@@ -251,15 +251,11 @@ def test_large_or_damaged_metadata_of_a_png_do_not_cost_the_picture(place: bytes
     before = peak_memory()
     for chunks in (
         chunk(b"iCCP", b"p\0\0" + packed(2)),
-        chunk(b"iCCP", b"p\0\7not a method"),
         chunk(b"zTXt", b"k\0\0" + packed(5)),
         chunk(b"zTXt", b"k\0\0" + packed(1)) * 70,  # each is small, but Pillow has a cap on their sum
-        chunk(b"iTXt", b"k\0\1\0\0\0" + packed(5)),
         chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + packed(300)),
         chunk(b"eXIf", b"MM\0*\0\0\0\x08" + b"x" * 5_000_000),
-        chunk(b"tEXt", b"k\0" + b"a" * 5_000_000),
         chunk(b"tEXt", b"interlace\0yes"),  # Pillow stores texts and its own settings in one table
-        chunk(b"gAMA", b"\1"),
         chunk(b"tIME", b"\7\xd0\1\1\0\0\0")[:-4] + b"sum?",
     ):
         assert (pixels(load_image(whole[:at] + chunks + whole[at:], 64)) == pixels(image)).all(), chunks[:40]

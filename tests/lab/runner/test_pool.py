@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import signal
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.runner.executors import PRELOAD, Local
+from mmqk.lab.runner.executors import Local
 from mmqk.lab.runner.pool import Pool, Task, TaskOutcome, standing
 from mmqk.store import RunFolder, identity_hash, is_locked, read_json, read_status
 
@@ -230,8 +229,3 @@ def test_runs_end_in_order_when_the_pool_itself_is_killed(drive, tmp_path):
     assert not is_locked(tmp_path / "hang/seed0")
     # The server had imported the training code before it forked the run.
     assert "preloaded True" in (tmp_path / "hang/seed0/train.log").read_text()
-
-
-def test_the_server_imports_modules_that_exist():
-    """multiprocessing passes over a module that does not exist, and every run would import it again."""
-    assert [name for name in PRELOAD if importlib.util.find_spec(name) is None] == []

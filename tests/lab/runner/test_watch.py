@@ -77,33 +77,6 @@ def test_one_run_shows_its_worst_by_modality_with_the_layer(tmp_path, capsys, mo
     assert "step 30: growth: [logits] have doubled" in said
 
 
-def test_a_damaged_line_of_a_run_is_named(tmp_path):
-    write_run(tmp_path / "r", "interrupted")
-    path = tmp_path / "r/metrics.jsonl"
-    (run,) = follow([tmp_path / "r"])
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"step": 50, "loss')  # the control: a line that is not complete yet
-    assert run.look().reason == ""
-    with path.open("ab") as file:
-        file.write(b'/text": 4.0\n')
-    assert run.look().reason == "a line of metrics.jsonl cannot be read" and run.look().step == 40
-    path.unlink()  # a resumed run replaces the file
-    path.write_bytes(whole)
-    assert run.look().reason == ""
-
-
-@pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl", "alarms.jsonl"])
-def test_a_file_that_was_cut_is_passed_over(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setenv("COLUMNS", "400")  # wide enough for the path in the message
-    write_run(tmp_path / "r", "completed", alarms=[GROWTH])
-    path = tmp_path / "r" / name
-    whole = path.read_text()
-    path.write_text(f"{whole}{whole[:20]}\n" if name.endswith("l") else whole[:10])
-    said = shown(capsys, "--once", tmp_path / "r")
-    assert "4.60" in said and "step 30: growth" in said
-    assert (f"damaged: {path} cannot be read (" in said) == name.endswith(".json")
-
-
 def test_a_follower_reads_what_is_new_and_starts_again_after_a_resume(tmp_path):
     write_run(tmp_path / "r", "running", steps=range(3))
     run = follow([tmp_path / "r"])[0]
@@ -146,32 +119,6 @@ def test_the_folder_of_attach_runs_on_between_its_probes(tmp_path, monkeypatch):
     assert statuses(10) == {"attached": "running", "trained": "running"}
     assert statuses(120) == {"attached": "running", "trained": "stopped"}
     assert statuses(2 * 3600) == {"attached": "stopped", "trained": "stopped"}
-
-
-def write_study(folder, **runs):
-    """Write the ablation.json of a folder; ``runs`` has the entry of each arm, without its arm and its seed."""
-    entries = [{"arm": arm, "seed": 1, "id": "x", **entry} for arm, entry in runs.items()]
-    write_json(folder / "ablation.json", {"name": "study", "grid": {}, "runs": entries})
-
-
-def test_in_a_terminal_a_run_is_followed_into_its_new_folder(tmp_path):
-    """The folder of a run changes when its learning rate is selected, and a run may turn out to never start."""
-    tried, best, late = {"folder": "try/seed1"}, {"folder": "best/seed1"}, {"folder": "late/seed1"}
-    write_run(tmp_path / "try/seed1", "completed")
-    write_study(tmp_path, tried=tried, best=best, late=late)
-    process, here = watch_in_terminal(tmp_path)
-
-    def select(said):
-        assert process.poll() is None and b"waiting" in said
-        write_run(tmp_path / "best-0123456789/seed1", "completed", steps=range(0, 81, 10))
-        why = {"never": "best seed 1 has no step 90"}
-        write_study(tmp_path, tried=tried, best={"folder": "best-0123456789/seed1"}, late=late | why)
-
-    said = read_terminal(process, here, lambda said: b"waiting" in said, select)
-    assert process.wait() == 0, said.decode()
-    last = said.decode().rpartition("tried seed 1")[2]
-    assert re.search(r"best seed 1 .*completed.* 80/200", last) and "best seed 1 has no step 90" in last
-    assert b"\x1b[1A" in said  # the frames replace each other
 
 
 def watch_in_terminal(folder, terminal="xterm"):
