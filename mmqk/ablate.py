@@ -61,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     jobs = options.jobs or (len(devices) or min(2, cores()) if local else CLUSTER_JOBS)
     with _as_mistake(options):
         given = {name.replace("-", "_"): value for name, value in options.job.items()}
-        cpus = float(given.get("cpus_per_task", given.get("num_cpus", 1)))
-    threads = max(1, cores() // jobs if local else int(cpus))
+        cpus = int(float(given.get("cpus_per_task", given.get("num_cpus", 1))))
+    threads = max(1, cores() // jobs if local else cpus)
     session = _session(options, threads)
     if options.pack is not None:
         new = take_runs(options.pack, session.out, session.grid)
@@ -144,7 +144,7 @@ def _as_mistake(options: argparse.Namespace) -> Iterator[None]:
     """Raise an error of the cluster's library, or of a value of --job, as a UserError."""
     try:
         yield
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         given = " ".join(f"--job {name}={value}" for name, value in options.job.items())
         raise UserError(f"--executor {options.executor} {given}: {' '.join(str(error).split())}") from error
 

@@ -50,14 +50,14 @@ class NormMonitor(Callback):
                 logger.log_metrics(values, step)
 
         optimizer = trainer.optimizers if self.options.get("optimizer") else None
-        planned = trainer.estimated_stepping_batches  # infinite without a set length
-        max_steps = self.options.get("max_steps") or (int(planned) if 0 < planned < math.inf else 0)
-        options = {**self.options, "max_steps": max_steps, "optimizer": optimizer}
-        self.watch = attach(module, log=log, **options)
+        self.watch = attach(module, log=log, **{**self.options, "optimizer": optimizer})
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the step that a resumed run starts from."""
+        """Set the step that a resumed run starts from, and the length of the run, which needs the data of the loop."""
         assert self.watch is not None
+        planned = trainer.estimated_stepping_batches  # infinite without a set length
+        if not self.options.get("max_steps") and 0 < planned < math.inf:
+            self.watch.output.rules.max_steps = int(planned)
         self.watch.steps = self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

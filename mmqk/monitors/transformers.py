@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import TrainerCallback
@@ -51,19 +52,19 @@ class NormCallback(TrainerCallback):
         """Probe if a probe is due, and log its values as `Trainer.log` does, but without printing them."""
         assert self.watch is not None
         self.watch.step(state.global_step)
-        self._report(args, state, control, model)
+        self._report(args, state, control, model, self._reporters)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the hook at the end of the run, log the last losses, and write the status "completed"."""
         if self.watch is not None:
             self.watch.close()
-            self._report(args, state, control, model)
+            self._report(args, state, control, None, ())  # the integrations have ended
 
-    def _report(self, args: Any, state: Any, control: Any, model: Any) -> None:
+    def _report(self, args: Any, state: Any, control: Any, model: Any, reporters: Iterable[TrainerCallback]) -> None:
         if self._values is not None:
             epoch = {} if state.epoch is None else {"epoch": state.epoch}
             state.log_history.append({**self._values, **epoch, "step": state.global_step})
-            for reporter in self._reporters:
+            for reporter in reporters:
                 reporter.on_log(args, state, control, logs=dict(self._values), model=model)
             self._values = None
 

@@ -31,9 +31,9 @@ def measure(groups: Mapping[str, Group], name: str) -> pd.DataFrame:
 
     Returns:
         One row per group and seed. ``raw`` is the measured value, and ``value`` the value on the metric's scale; for
-        a failed run it is the worst finite value of all groups, and NaN without one. ``towards`` is 1 if the true
-        value is higher than ``value``, -1 if it is lower, and 0 if it was measured. ``missing`` names a run without a
-        value and the reason, if it is known.
+        a failed run it is the worst finite value of all groups, and NaN without one; a family keeps its bound.
+        ``towards`` is 1 if the true value is higher than ``value``, -1 if it is lower, and 0 if it was measured.
+        ``missing`` names a run without a value and the reason, if it is known.
     """
     metric, modality = find_metric(name)
     rows, worst = [], []

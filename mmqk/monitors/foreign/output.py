@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ class Output:
         self._writer: MetricsWriter | None = None
         self._printed: set[tuple[str, str, str | None]] = set()  # kinds of alarms
         self._warned: set[str] = set()  # statistics of `warn_of_mass`
+        self._failed = False  # a write failed, and this was printed
 
     def start(self, resumed: int) -> None:
         """Open the folder, which is created if missing, before the first step.
@@ -186,21 +188,19 @@ class Output:
             site: the first place with a value that is not finite, if it was looked for.
         """
         warn_of_mass(values, step, self._warned)
-        try:
-            if self._writer is not None:
+        if self._writer is not None:
+            with self._going_on(step):
                 self._writer.write(step, values)
                 self._writer.flush()
                 self._status("running", step)
-        except OSError as error:  # such as a full disk, which must not end the training
-            print(f"mmqk: no numbers are written from step {step} on, training goes on: {error}", flush=True)
-            self._writer = None
         if self.log is not None and is_present:
             self.log({**values, **over_layers(values)}, step=step)
         for alarm in self.rules.update(step, values):
             if alarm.name == "non_finite" and site:
                 alarm = replace(alarm, sentence=f"{alarm.sentence}; the first is {site}")
             if self._writer is not None and self.path is not None:
-                append_alarms(self.path, [alarm])
+                with self._going_on(step):
+                    append_alarms(self.path, [alarm])
             parsed = parse_tag(alarm.tag)
             kind = (alarm.name, parsed.statistic, parsed.modality)
             if kind not in self._printed:
@@ -212,8 +212,20 @@ class Output:
     def close(self, step: int, status: str) -> None:
         """Close the metrics file and write the final status."""
         if self._writer is not None:
-            self._writer.close()
-            self._status(status, step)
+            with self._going_on(step):
+                self._writer.close()
+            with self._going_on(step):
+                self._status(status, step)
+
+    @contextlib.contextmanager
+    def _going_on(self, step: int) -> Iterator[None]:
+        """Print the first error of writing, such as a full disk, which must not end the training."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                print(f"mmqk: numbers of step {step} are not written, training goes on: {error}", flush=True)
+            self._failed = True
 
     def _status(self, status: str, step: int) -> None:
         assert self.path is not None

@@ -100,7 +100,7 @@ class Updates:
             self._measure(optimizer)
         except Exception as error:  # an optimizer may keep anything in its state
             self._error = error
-        self._clips = []
+            self._before.clear()
 
     @torch.no_grad()
     def _measure(self, optimizer: Optimizer) -> None:
@@ -131,6 +131,7 @@ class Updates:
         numbers. An error of the measured step is raised here, because one in a hook would end the training.
         """
         steps, self._steps, error, self._error = self._steps, [], self._error, None
+        self._clips = []  # also of a step that a GradScaler has skipped
         if error is not None:
             raise error
         if not steps:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from mmqk.monitors.adapters import unwrapped
 from mmqk.monitors.foreign.calls import documents_of_positions
@@ -193,7 +192,7 @@ class Context:
         self, model: nn.Module, batch: Any, loss: Loss | None, optimizers: Optimizers | None, modality: Modality | None
     ):
         self.model, self.root, self.batch = model, unwrapped(model), batch
-        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
+        self.optimizers: list[Any] = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers or ())
         self.loss = loss or self._own_loss
         self.modalities = modalities_of(model, modality)
 

@@ -86,9 +86,9 @@ def gradient_norm(context: Context) -> Finding:
     return judged(share > DOMINANT, share, text, advice)
 
 
-def _groups(context: Context) -> tuple[list[tuple[str, nn.Parameter, dict]], int]:
-    """Return name, parameter and group of each parameter of the model in the optimizers, and the number of their other
-    tensors. A group also has its ``optimizer``."""
+def _groups(context: Context) -> list[tuple[str, nn.Parameter, dict]]:
+    """Return name, parameter and group of each parameter of the model in the optimizers. A group also has its
+    ``optimizer``."""
     if not context.optimizers:
         raise NotChecked("no optimizer was passed")
     names = {id(p): name for name, p in context.root.named_parameters()}
@@ -97,13 +97,13 @@ def _groups(context: Context) -> tuple[list[tuple[str, nn.Parameter, dict]], int
     own = [(names[id(p)], p, group) for p, group in entries if id(p) in names]
     if not own:
         raise NotChecked("the optimizer has none of the model's parameters; it may have copies of them in fp32")
-    return own, len(entries) - len(own)
+    return own
 
 
 def too_small_updates(context: Context) -> Finding:
     """Parameters that an update of the size of the learning rate cannot move, because it is rounded away."""
     stuck, worst = [], 0.0
-    for name, p, group in _groups(context)[0]:
+    for name, p, group in _groups(context):
         gradient = context.gradients.get(name)
         lr = float(group.get("initial_lr", group.get("lr", 0.0)))
         if gradient is None or not lr:
@@ -122,7 +122,7 @@ def too_small_updates(context: Context) -> Finding:
 def tied(context: Context) -> Finding:
     """Weights that the optimizer updates and decays twice, and weights that should be tied and are not."""
     places: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, p, _ in _groups(context)[0]:
+    for name, p, _ in _groups(context):
         places.setdefault((p.data_ptr(), p.shape), []).append(name)
     twice = [" = ".join(names) for names in places.values() if len(names) > 1]
     if twice:
@@ -143,7 +143,7 @@ def tied(context: Context) -> Finding:
 
 def decay(context: Context) -> Finding:
     """Norms, embeddings, gains and biases that are decayed."""
-    decayed = [(name, p) for name, p, group in _groups(context)[0] if group.get("weight_decay", 0.0)]
+    decayed = [(name, p) for name, p, group in _groups(context) if group.get("weight_decay", 0.0)]
     embeddings = {id(m.weight) for m in context.root.modules() if isinstance(m, nn.Embedding)}
     is_wrong = {name: p.ndim < 2 or id(p) in embeddings or "norm" in name.rpartition(".")[0] for name, p in decayed}
     wrong = [name for name in is_wrong if is_wrong[name]]
@@ -153,9 +153,11 @@ def decay(context: Context) -> Finding:
 
 def in_no_group(context: Context) -> Finding:
     """Trainable parameters that the optimizer does not have, and tensors of the optimizer that the model lacks."""
-    own, foreign = _groups(context)
-    held = {name for name, _, _ in own}
+    held = {name for name, _, _ in _groups(context)}
     missing = [name for name, p in context.root.named_parameters() if p.requires_grad and name not in held]
+    own = {id(p) for p in context.root.parameters()}
+    all_of = (p for o in context.optimizers for group in o.param_groups for p in group["params"])
+    foreign = sum(id(p) not in own for p in all_of)
     text = f"{len(missing)} trainable parameters are in no group{bracketed(missing)}"
     text += f"; {foreign} tensors of the optimizer are not in the model" if foreign else ""
     advice = "create the optimizer after the model is complete, or set requires_grad=False"

@@ -242,3 +242,19 @@ def test_a_gradient_scaler_does_not_scale_the_gradient_norm():
 
     norms = norms_of(False)
     assert norms == pytest.approx(norms_of(True), rel=1e-5) and len(norms) > 30
+
+
+def test_the_clipping_of_a_step_that_a_scaler_skips_is_forgotten():
+    model, logged = Model(), {}
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0)
+    watch = attach(model, modality={}, every_n_steps=1, optimizer=optimizer, log=lambda v, step: logged.update(v))
+    for ids, factor in zip(batches(2, B=2, T=9), (math.inf, 1.0), strict=True):
+        loss = nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        scaler.scale(factor * loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), CLIP)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        watch.step()
+    assert math.isfinite(logged["grad_norm"]) and watch.updates.bad_gradient is None

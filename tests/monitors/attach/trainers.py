@@ -23,6 +23,12 @@ def lightning_run(out: Path, watched: bool = True, logger: Any = False):
             super().__init__()
             self.net = Net(dropout=0.1)
 
+        def on_fit_start(self):
+            self.batches = batches(20, B=2, seed=0)
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(self.batches, batch_size=None)
+
         def configure_model(self):
             self.net.compile(backend="eager", fullgraph=True)
 
@@ -40,7 +46,7 @@ def lightning_run(out: Path, watched: bool = True, logger: Any = False):
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(batches(20, B=2, seed=0), batch_size=None))
+    trainer.fit(module)
     assert not watched or monitor.watch.output.rules.max_steps == 20  # the batches of the epoch
     return module.net.state_dict()
 
