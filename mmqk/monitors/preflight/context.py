@@ -192,7 +192,8 @@ class Context:
         self, model: nn.Module, batch: Any, loss: Loss | None, optimizers: Optimizers | None, modality: Modality | None
     ):
         self.model, self.root, self.batch = model, unwrapped(model), batch
-        self.optimizers: list[Any] = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers or ())
+        given: Any = optimizers or ()
+        self.optimizers: list[Any] = [given] if hasattr(given, "param_groups") else list(given)
         self.loss = loss or self._own_loss
         self.modalities = modalities_of(model, modality)
 
