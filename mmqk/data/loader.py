@@ -34,6 +34,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from mmqk.data.batch import TokenBatch
+from mmqk.data.config import DataConfig
 from mmqk.data.mixture import kind_of
 from mmqk.data.order import STREAMS, TrainingOrder, sequence_numbers
 from mmqk.data.sequences import Row
@@ -358,3 +359,33 @@ def _joined(found: Iterable[Found]) -> Found:
         names |= of_rank
         counts.update(counts_of_rank)
     return dict(islice(names.items(), LISTED)), dict(counts)
+
+
+def streams_of_fork(
+    saved: Mapping[str, Any], before: Mapping[str, Any], config: DataConfig, seed: int, skips: bool
+) -> dict[str, Any]:
+    """Return the position of a fork in its shards: that of the parent, or the start of other shards. If documents are
+    cut in another way, each lane begins its open document again.
+
+    Args:
+        saved: the position of the parent; empty if it did not read shards.
+        before: the data configuration of the parent.
+        skips: whether the fork leaves sequences out.
+
+    Raises:
+        UserError: the fork skips sequences, or continues with another batch size.
+    """
+    identity = config.stream_identity(seed)
+    continues = saved.get("identity") == identity
+    if skips or (continues and config.batch_size != before["batch_size"]):
+        raise UserError(
+            "A fork that reads shards continues at the next sample with the data.batch_size of its parent: leave"
+            " fork_skip, fork_skip_batches and data.batch_size out, or train both from token arrays (data.read tokens)."
+        )
+    if not continues:
+        cursors = torch.zeros(0, 2 + len(Cursor._fields), dtype=torch.int64)
+        return {"identity": identity, "kinds": [], "cursors": cursors, "skipped": {}, "counts": {}}
+    cursors = saved["cursors"].clone()
+    if any(before[name] != getattr(config, name) for name in ("seq_len", "pack", "tokenizers")):
+        cursors[:, -1] = 0  # `Cursor.part`
+    return {**saved, "cursors": cursors}

@@ -21,8 +21,8 @@ from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint, weights_of
 from mmqk.config.run import CHANGES, NEWER, SECTIONS, sequences
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
+from mmqk.data.loader import streams_of_fork
 from mmqk.data.order import sequence_numbers
-from mmqk.data.stream import Cursor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.patch import named_function
 from mmqk.model.ranges import default_of
@@ -342,7 +342,9 @@ def loops_state(saved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
         )
     state = {"position": position, "ahead": read + (skip - step) * size}
     if run.data.streams:
-        state["streams"] = _streams_state(loader.get("streams", {}), run)
+        state["streams"] = streams_of_fork(
+            loader.get("streams", {}), run.parent.config["data"], run.data, run.seed, skips=bool(skip or skipped)
+        )
     if left_out := sorted({*left_out, *skipped}):
         state["skip"] = left_out
     fit["state_dict"]["combined_loader"] = [state]
@@ -351,31 +353,6 @@ def loops_state(saved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
     for counts in (progress["total"], progress["current"]):
         counts.update({name: position - (name == "completed") for name in counts})
     return loops
-
-
-def _streams_state(saved: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
-    """Return the position of the fork in its shards: that of the parent, or the start of other shards.
-
-    If documents are cut in another way, each lane begins its open document again.
-
-    Raises:
-        UserError: the fork skips sequences, or continues with another batch size.
-    """
-    assert run.parent is not None
-    before, identity = run.parent.config["data"], run.data.stream_identity(run.seed)
-    continues = saved.get("identity") == identity
-    if run.fork_skip_batches or run.fork_skip or (continues and run.data.batch_size != before["batch_size"]):
-        raise UserError(
-            "A fork that reads shards continues at the next sample with the data.batch_size of its parent: leave"
-            " fork_skip, fork_skip_batches and data.batch_size out, or train both from token arrays (data.read tokens)."
-        )
-    if not continues:
-        cursors = torch.zeros(0, 2 + len(Cursor._fields), dtype=torch.int64)
-        return {"identity": identity, "kinds": [], "cursors": cursors, "skipped": {}, "counts": {}}
-    cursors = saved["cursors"].clone()
-    if any(before[name] != getattr(run.data, name) for name in ("seq_len", "pack", "tokenizers")):
-        cursors[:, -1] = 0  # `Cursor.part`
-    return {**saved, "cursors": cursors}
 
 
 def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Change) -> dict[str, Any]:
