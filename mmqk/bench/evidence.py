@@ -83,8 +83,8 @@ class Rates:
 
 
 def first_sign(steps: Mapping[str, int], statistics: Set[str], alarmed: bool) -> str:
-    """Return the name of the first of the signs that read these statistics; empty if they `show_failure` of nothing.
-    Facts do not matter here: no run of the bench with the sign of warm-up has one."""
+    """Return the name of the first of the signs that read these statistics; empty if they show no failure. Facts
+    do not matter here: no run of the bench with the sign of warm-up has one."""
     order = [sign.name for sign in SIGNS]
     readable = [name for name in steps if set(name.split()[1:]) <= statistics]
     if not show_failure([name.split()[0] for name in readable], alarmed):

@@ -167,9 +167,9 @@ def findings(metrics: pd.DataFrame) -> list[Finding]:
 
 
 def show_failure(kinds: Iterable[str], others: bool) -> bool:
-    """Return whether signs of these kinds show a failure. That of warm-up is a setting: it counts beside another sign,
-    or if ``others`` fired (facts, lasting alarms). All healthy runs of the bench have a warm-up, so how often the sign
-    alone accuses one without was not measured."""
+    """Return whether signs of these kinds show a failure. A missing warm-up is a setting: its sign counts only beside
+    another sign, or if ``others`` fired (facts, lasting alarms). All healthy runs of the bench have a warm-up, so
+    how often the sign alone accuses a healthy run without one was not measured."""
     return others or any(kind != "warm-up" for kind in kinds)
 
 

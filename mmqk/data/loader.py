@@ -168,8 +168,8 @@ def _pipe() -> tuple[Connection, Connection]:
 
 
 def _begin(ends: tuple[Connection, Connection], _: int) -> None:
-    """Prepare a loader worker. It ignores a SIGTERM to all processes of a run, whose main process then needs batches
-    until its checkpoint, and ends with the main process."""
+    """Prepare a loader worker: it ignores SIGTERM, because the main process needs batches until it has written its
+    checkpoint, and it ends when the main process ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ends[1].close()
     threading.Thread(target=_end_with_main, args=(ends[0],), daemon=True).start()
@@ -267,7 +267,7 @@ class StreamLoader(PositionedLoader):
 
     Attributes:
         skipped: the reason for each sample or shard that this rank skipped, by its name; at most `LISTED` are kept.
-        counts: the number of them by reason; on the first rank with all before the last resume.
+        counts: the number of them by reason; the first rank also counts those of all ranks before the last resume.
         unread, files: files that belong to no document, and the number of all files, since the start of this process.
     """
 
