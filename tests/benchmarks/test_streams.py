@@ -56,6 +56,7 @@ def test_mmqk_continues_exactly(folder):
     assert (cells["two epochs"], cells["new order"], cells["broken sample"]) == ("0 / 0", "yes", "skipped, named")
 
 
+@pytest.mark.slow
 def test_webdataset_begins_the_epoch_again(folder):
     cells = cells_of("webdataset", folder)
     assert cells["resume"] == "20 / 0 / no"  # the 20 samples before it, again
