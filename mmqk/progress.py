@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmqk.store import clock
 
@@ -23,13 +23,10 @@ class Progress:
     """Shows a line of text with the time left.
 
     The time left is estimated from the work done since `begin`. rich is imported at the first display on a terminal.
-
-    Args:
-        stream: Output stream; stderr by default.
     """
 
-    def __init__(self, stream: TextIO | None = None):
-        self.stream = sys.stderr if stream is None else stream
+    def __init__(self) -> None:
+        self.stream = sys.stderr
         self.terminal = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._shown = -math.inf if self.terminal else time.monotonic()
         self._began: tuple[float, float] | None = None

@@ -116,9 +116,10 @@ def _parameters(run: RunConfig) -> int:
 
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
+    from mmqk.checkpoint import load_checkpoint, weights_of
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.training.device import set_threads, tune
-    from mmqk.training.fork import load_start
+    from mmqk.training.fork import START_NAME
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.saving import last_checkpoint
@@ -142,7 +143,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     set_threads(run.threads)  # Lightning has changed the number of threads
     module, trainer = TrainingModule.of(run), ranks.trainer
     if run.parent is not None and run.parent.is_import and resume_from is None:
-        load_start(module.model, run.out)
+        saved = load_checkpoint(run.out / START_NAME, "remove the run folder and fork again")
+        module.model.load_state_dict(weights_of(saved))
     resumed_at = None if resume_from is None else step_of(resume_from)
     try:
         with noted_signals() as signals:

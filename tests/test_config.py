@@ -29,6 +29,10 @@ SLOW = pytest.mark.slow
         (["--fork=nowhere"], "--fork nowhere does not exist"),
         (["trainer.strategy=fsdp", "optim.qk_clip=1"], "optim.qk_clip needs whole matrices"),
         (["monitor.probe_sequences=50"], "monitor.probe_sequences 50 is more than the 8 held-out sequences"),
+        (
+            ["data.read=shards", "trainer.devices=2", "monitor.probe_split=current", "monitor.probe_sequences=3"],
+            "is more than the 2 sequences of a micro-batch",
+        ),
         (["--loss.weights={text: 0, image: 0}"], "loss.weights are 0 for text and image, which trains nothing"),
         (["--optim.decay_mode=independent", "--optim.weight_decay=2"], "optim.weight_decay is 2.0, but"),
         (["--config=README.md"], "README.md is not the YAML of a run"),

@@ -176,7 +176,8 @@ def _refuse_batches(given: Given) -> None:
     accumulate, world = trainer.accumulate_grad_batches, trainer.processes
     over = f" times {world} processes" if world > 1 else ""
     heldout = monitor.probe_split == "heldout"
-    room = data.val_sequences if heldout else data.batch_size // accumulate
+    # A process cannot read the rows of another one from shards.
+    room = data.val_sequences if heldout else data.batch_size // accumulate // (world if data.streams else 1)
     what = "held-out sequences" if heldout else "sequences of a micro-batch"
     refuse({
         f"data.batch_size {data.batch_size} is not a multiple of trainer.accumulate_grad_batches {accumulate}{over}:"

@@ -51,7 +51,7 @@ def batch_for(config: ModelConfig, source: Path, file: Path | None) -> tuple[Tok
     if file is None and stored:
         from mmqk.data.datamodule import TokenDataModule  # imports Lightning
 
-        data = TokenDataModule(DataConfig(**stored["data"]), stored["seed"])
+        data = TokenDataModule(parse_fields(DataConfig, stored["data"]), stored["seed"])
         data.setup()
         return data.probe_batch(SEQUENCES), "held-out sequences of the run"
     origin = f"sequences of {file}"

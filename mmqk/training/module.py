@@ -245,8 +245,9 @@ class TrainingModule(L.LightningModule):
             assert parts_M is not None
             optimizer.backward([parts_M[m] for m in self.trained_places])
             return
-        if parts_M is not None and self.update_monitor is not None:
-            self.update_monitor.before_backward(parts_M)
+        if parts_M is not None:
+            assert self.update_monitor is not None and self.update_monitor.window is not None
+            self.update_monitor.window.add_gradients(parts_M)  # does not free the graph
         super().backward(loss, *args, **kwargs)
 
     def configure_gradient_clipping(
@@ -275,7 +276,9 @@ class TrainingModule(L.LightningModule):
             if isinstance(optimizer, SplitAdamW):
                 optimizer.clip(factor)
         if self.adagc is not None:
-            gradients = [p.grad for p in with_grad.values() if p.grad is not None]
+            gradients = [
+                torch.zeros_like(p) if p.grad is None else p.grad for _, p in self._named_parameters if p.requires_grad
+            ]
             self.adagc.clip(gradients, torch._foreach_norm(gradients), self.trainer.global_step)
         stop = self._stops(grad_norm)
         # `found_inf`, the flag that a gradient scaler passes to a fused optimizer, needs no host synchronization.

@@ -193,3 +193,10 @@ def test_fork_of_an_import_trains_with_new_moments(tiny_args, tmp_path):
     changed = json.loads((tmp_path / "changed/fork.json").read_text())
     assert [c["field"] for c in changed["changed"]] == ["model.qk_norm.kind"]
     assert cli_main(train)([*forked[:-1], "--fork_skip_batches=1", f"--out={tmp_path / 'skipped'}"]) == 2
+
+
+def test_gains_are_fitted_on_held_out_sequences_of_a_run_on_the_dial(tiny_args, tmp_path, capsys):
+    dial = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--trainer.max_steps=1", "--checkpoint.at=[1]"]
+    assert train([*tiny_args, *dial, f"--out={tmp_path / 'run'}"]) == 0
+    assert command("--from", tmp_path / "run", "--to", tmp_path / "to", "--set=model.qk_norm.kind=rms") == 0
+    assert "held-out sequences of the run" in capsys.readouterr().out

@@ -76,6 +76,11 @@ def test_a_fork_patches_the_weights_of_its_parent_once(own, tiny_args, tmp_path)
     assert resolve([*again, "model.patch=own_patch:loud"]).model.patch == "own_patch:loud"
 
 
+def test_adagc_ignores_a_parameter_without_a_gradient(tiny_args, tmp_path):
+    patch = ["model.qk_norm.kind=rms", "model.patch=mmqk.bench.faults:gain_unused"]
+    assert main([*tiny_args, *patch, "optim.adagc=1.05", f"--out={tmp_path}"]) == 0
+
+
 def test_a_checkpoint_runs_no_code_that_it_names(own, tiny_args, tmp_path):
     run, named = tmp_path / "run", "model.patch=own_patch:loud"
     assert main([*tiny_args, "--trainer.max_steps=2", named, f"--out={run}"]) == 0

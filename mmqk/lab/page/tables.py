@@ -131,7 +131,7 @@ def data_table(study: Study) -> Table | None:
             tokens = f"{of['tokens']:,}" if isinstance(of.get("tokens"), int) else DASH
             unigram, floor = (_nats(of.get(name) or math.nan) for name in ("unigram", "floor"))
             used = f"{of.get('used', 0):,} of {of.get('block', 0):,}"
-            cells = (modality, _share(of.get("share")), used, tokens, unigram, floor, _share(of.get("repeated")))
+            cells = (modality, _share(of.get("share")), used, tokens, unigram, floor)
             arms, losses = found.setdefault(cells, ([], []))
             arms.append(study.label(arm))
             losses += [best_loss(run, modality) for run in runs if is_trained(run, modality)]
@@ -139,7 +139,7 @@ def data_table(study: Study) -> Table | None:
     for (modality, *rest), (arms, losses) in found.items():
         best = min(filter(math.isfinite, losses), default=math.nan)
         rows.append([modality, "all" if len(arms) == len(study.arms) else "; ".join(arms), *rest, _nats(best)])
-    heads = ["Modality", "Arms", "Tokens", "Ids used", "Sample", "Unigram", "Floor", "Repeated", "Best loss"]
+    heads = ["Modality", "Arms", "Tokens", "Ids used", "Sample", "Unigram", "Floor", "Best loss"]
     return table("How predictable the tokens are", heads, rows, 2)
 
 

@@ -60,8 +60,6 @@ class RunMonitor(L.Callback):
         heldout: TokenBatch | None = None,
         step_rows: Callable[[int, int], TokenBatch] | None = None,
     ):
-        if config.probe_split == "heldout" and heldout is None:
-            raise ValueError("monitor.probe_split is heldout, but RunMonitor got no held-out batch: pass heldout.")
         self.config, self.heldout, self.step_rows = config, heldout, step_rows
         self._pairs: dict[tuple[int, bool], Pairs] | None = None  # of the held-out batch
         self._probed = -1
@@ -182,12 +180,7 @@ def gradient_agreement(
         batch: has at least 2 sequences.
         loss_parts: returns the part of a batch's loss from each modality's targets, (M,), divided by the batch's
             `step_targets`, computed with ``model`` as in training.
-
-    Raises:
-        ValueError: the batch has one sequence.
     """
-    if len(batch.ids_BT) < 2:
-        raise ValueError("monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size.")
     names = model.config.modalities
     before = rank() * len(batch.ids_BT)  # number of sequences on the ranks before this one
     halves = [batch._map(lambda t, i=i: t[(before + i) % 2 :: 2] if t.ndim else t) for i in (0, 1)]  # type: ignore[misc]

@@ -82,16 +82,8 @@ class UpdateMonitor:
 
     @property
     def attributing(self) -> bool:
-        """Whether this step needs `before_backward`."""
+        """Whether the window of this step needs the gradients by modality, computed before the backward pass."""
         return self.window is not None and bool(self.trained)
-
-    def before_backward(self, parts_M: Tensor) -> None:
-        """Compute the gradients by modality, without freeing the graph. Call this before the backward pass.
-
-        ``parts_M`` is the part of each modality in the micro-batch's loss.
-        """
-        if self.window is not None:
-            self.window.add_gradients(parts_M)
 
     def before_update(self, optimizer: Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]) -> None:
         """Store the weights before the update. Call this after gradients are clipped by ``factor``.

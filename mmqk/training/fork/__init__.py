@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint, weights_of
 from mmqk.config.run import CHANGES, NEWER, SECTIONS, sequences
@@ -100,12 +100,6 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     write_json(folder / FORK_NAME, record)
     save_checkpoint(content, file)
     return sentence(run, changed, change)
-
-
-def load_start(model: nn.Module, folder: Path) -> None:
-    """Give a model the initial weights of a fork of an import."""
-    saved = load_checkpoint(folder / START_NAME, "remove the run folder and fork again")
-    model.load_state_dict(weights_of(saved))
 
 
 def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:

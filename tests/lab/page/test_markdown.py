@@ -62,6 +62,7 @@ def test_a_parser_sees_the_marks_of_the_page_alone(tmp_path):
         kinds[name] = [t.type for t in tokens if t.type in ("heading_open", "list_item_open", "td_open", "fence")]
         said = "".join(t.content for t in tokens if t.type in ("text", "code_inline"))
     assert kinds["tame"] == kinds["hostile"]
+    assert len([t for t in tokens if t.type == "table_open"]) == page.count("\n| ---") + page.count("\n| --:")
     links = f"x]({EVIL}) [y]({EVIL}) ![z]({EVIL}/p.png) <img src={EVIL}>"
     assert f"{links} `c` **b** _i_ | cell | $\\m$ &lt; ~~s~~" in said
     # The control: the parser finds a link that is not escaped.
