@@ -15,7 +15,7 @@ from mmqk.data.config import DataConfig, layout
 from mmqk.data.dial import Dial
 from mmqk.data.loader import MicroBatches, PositionedLoader, StreamedParts, StreamLoader
 from mmqk.data.mixture import source_of
-from mmqk.data.order import TrainingOrder, validation_rows
+from mmqk.data.order import PAIR_FORMS, TrainingOrder, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder, count_targets, describe, floors, unigram_loss
 from mmqk.data.shards.read import ShardCache
 from mmqk.data.stream import LaneRows, Stream
@@ -81,7 +81,9 @@ class TokenDataModule(L.LightningDataModule):
             self.order = TrainingOrder(
                 builder, config.mix, config.image_first_prob, self.seed, pack, dial, streamed=self.rows
             )
-            self.val_rows = validation_rows(SequenceBuilder(val, ids, config.seq_len), config.val_sequences, dial)
+            forms = ("image",) if set(config.kinds) == {"image"} else PAIR_FORMS
+            held_out = SequenceBuilder(val, ids, config.seq_len)
+            self.val_rows = validation_rows(held_out, config.val_sequences, dial, forms)
         except ValueError as error:
             raise UserError(str(error)) from error
 

@@ -231,10 +231,15 @@ class TrainingOrder:
 # modalities and both orders.
 VALIDATION_SEED = 1
 VALIDATION_CYCLE = ("pair", "pair", "pair", "text", "interleaved", "tokens")
+PAIR_FORMS = ("image_first", "caption_first")
 
 
-def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) -> list[Row]:
+def validation_rows(
+    builder: SequenceBuilder, n: int, dial: Dial | None = None, pair_forms: Sequence[str] = PAIR_FORMS
+) -> list[Row]:
     """Return the fixed validation sequences, which are equal for every arm and seed and never packed.
+
+    Pairs take the slots ``pair_forms`` in turn; a run of images alone validates the slot ``image``.
 
     If one kind has too few held-out rows for its share, fewer than ``n`` rows are returned, so that the shares of the
     kinds do not change.
@@ -269,6 +274,6 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
         item = k * available[kind] // counts[kind]
         if kind == "text":
             return builder.window("text", item * builder.room)
-        return items[kind].of(item, "caption_first" if k % 2 else "image_first")
+        return items[kind].of(item, pair_forms[k % len(pair_forms)])
 
     return [row(kind, k) for kind, k in kinds]

@@ -148,6 +148,10 @@ def test_validation_rows_are_fixed_and_hold_every_form(tiny_data):
     rows = [row.ids.tolist() for row in validation_rows(builder, 100)]
     assert len(rows) == 16 and len(set(map(tuple, rows))) == 16 and sum(BEGIN_IMAGE in row for row in rows) == 12
     assert rows == [row.ids.tolist() for row in validation_rows(builder, 16)]
+    # A run of images alone reads no caption; the control reads the captions of pairs.
+    alone = len(builder.image(0).ids)
+    assert {len(row.ids) for row in module(tiny_data, mix={"image": 1.0}).val_rows} == {alone}
+    assert min(len(row.ids) for row in module(tiny_data, mix={"pair": 1.0}).val_rows) > alone
 
 
 def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
