@@ -20,7 +20,7 @@ LR = "optim.lr"
 # and the fields to set.
 Axes = Mapping[str, Mapping[str, Mapping[str, Any]]]
 # Fields that an arm cannot set, because the grid sets them.
-_NOT_SET = ("seed", "out", "config", "fork", "print_config")
+_NOT_SET = ("seed", "out", "config", "fork")
 _OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments", "fork_skip")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
 
