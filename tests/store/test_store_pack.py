@@ -14,7 +14,7 @@ import mmqk
 from mmqk.lab.metrics import METRICS
 from mmqk.lab.runs import Run
 from mmqk.report import main as report
-from mmqk.store import UserError, cli_main
+from mmqk.store import cli_main
 from mmqk.store.pack import REPORTED, unpacked, write_pack
 from tests.lab.fake_runs import write_demo
 
@@ -129,60 +129,16 @@ def test_metrics_are_stored_as_columns_and_restored_byte_for_byte(folder, tmp_pa
     assert second.relative_to(copy).as_posix() in as_lines and first.relative_to(copy).as_posix() not in as_lines
 
 
-def write_zip(path: Path, *members: tarfile.TarInfo, content: bytes = b"{}") -> None:
-    """Write a pack with these members, without the checks of `write_pack`."""
-    runs = io.BytesIO()
-    with tarfile.open(fileobj=runs, mode="w") as tar:
-        for member in members:
-            member.size = len(content) if member.isreg() else 0
-            tar.addfile(member, io.BytesIO(content))
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("runs.tar", runs.getvalue())
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, tarfile.REGTYPE) for name in ("../run.json", "a/../../run.json")),
-        *(("a/run.json", kind) for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE)),
-    ],
-)
-def test_a_name_outside_the_folder_and_what_is_no_regular_file_are_refused(name, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    member = tarfile.TarInfo(name)
-    member.type, member.linkname = kind, "/etc/passwd"
-    write_zip(tmp_path / "bad.zip", tarfile.TarInfo("a/status.json"), member)
-    with pytest.raises(UserError, match="cannot be read as a pack"):
-        unpacked(tmp_path / "bad.zip")
-    assert not list(tmp_path.rglob("run.json"))
-    # The control: a pack without the refused member is accepted.
-    write_zip(tmp_path / "good.zip", tarfile.TarInfo("a/status.json"))
-    assert (unpacked(tmp_path / "good.zip") / "a/status.json").read_text() == "{}"
-
-
-def test_a_zip_file_of_other_files_and_a_tar_that_is_cut_are_refused(tmp_path):
-    write_zip(tmp_path / "whole.zip", tarfile.TarInfo("a/run.json"), content=b" " * 5000)
-    with zipfile.ZipFile(tmp_path / "whole.zip") as archive:
-        runs = archive.read("runs.tar")
-    for name, content, why in (
-        ("a/run.json", b"{}", '"?There is no item'), ("runs.tar", runs[:2000], ""),
-    ):  # fmt: skip
-        with zipfile.ZipFile(tmp_path / "bad.zip", "w") as archive:
-            archive.writestr(name, content)
-        with pytest.raises(UserError, match=rf"cannot be read as a pack \({why}"):
-            unpacked(tmp_path / "bad.zip")
-
-
-@pytest.mark.parametrize("columns", [b"[]", b'{"shapes": [["step"]], "lines": [0], "values": [1]}'])
-def test_columns_of_another_form_are_refused(columns, tmp_path):
-    write_zip(tmp_path / "bad.zip", tarfile.TarInfo("a/metrics.columns.json"), content=columns)
-    with pytest.raises(UserError, match="cannot be read as a pack"):
-        unpacked(tmp_path / "bad.zip")
+def of_other_files(whole: bytes) -> bytes:
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("a/run.json", "{}")
+    return zipped.getvalue()
 
 
 @pytest.mark.parametrize("change", [
     lambda whole: b"", lambda whole: b"no zip", lambda whole: whole[: len(whole) // 2],
-    lambda whole: whole[:2000] + b"x" * 500 + whole[2500:],
+    lambda whole: whole[:2000] + b"x" * 500 + whole[2500:], of_other_files,
 ])  # fmt: skip
 def test_a_damaged_file_is_one_sentence(packed, tmp_path, capsys, change):
     packed.write_bytes(change(packed.read_bytes()))
