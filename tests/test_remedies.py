@@ -7,12 +7,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from remedies_page import PAGE, REFERENCE, SEQUENCES, TOKENS, measure, page
 
 from mmqk.config import LossConfig, OptimConfig, RunConfig, resolve
 from mmqk.lab.remedies import REMEDIES
 from mmqk.model import ModelConfig
 from mmqk.store import flatten
-from tests.remedies_page import PAGE, REFERENCE, SEQUENCES, TOKENS, measure, page
 
 ROOT = Path(__file__).parents[1]
 DEMO = "--config=configs/demo.yaml"
@@ -79,7 +79,7 @@ def test_its_flags_resolve_and_change_what_they_say_and_nothing_else(remedy, con
 
 @pytest.mark.slow
 def test_the_page_is_what_the_code_and_the_tests_say():
-    assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.remedies_page"
+    assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m docs.experiments.remedies_page"
 
 
 def test_the_reference_size_is_the_demonstrations(monkeypatch):

@@ -1,6 +1,6 @@
 """Write docs/remedies.md from `mmqk.lab.remedies`, from measured steps and from the lists of peers.
 
-``python -m tests.remedies_page`` writes the page; a test checks that the committed page is up to date.
+``python -m docs.experiments.remedies_page`` writes the page; a test checks that the committed page is up to date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmqk.model import ModelConfig
 from tests.one_step import build, step, token_batch
 from tests.peers import Peer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/remedies.md"
 # The model of configs/demo.yaml.
 REFERENCE = ModelConfig(vocab_sizes={"text": 1029, "image": 512}, d_model=64, n_layers=4, n_heads=4)
