@@ -91,22 +91,14 @@ def run(folder: Path, step: int | None, fields: Mapping[str, Any]) -> tuple[Even
     left_out = _sequences(one, metrics, event, start, before)
     wide = not str(one.setting("trainer.precision", "32-true")).startswith("bf16")
     settings: dict[str, dict[str, Any]] = {
-        CONTROL: {},
-        "batches": {"fork_skip_batches": end - start},
-        "sequences": {"fork_skip": left_out},
-        "precision": {"trainer.precision": "bf16-mixed" if wide else "32-true"},
-        "moments": {"fork_new_moments": True},
-        "slower": {"optim.lr": one.setting("optim.lr") / 3},
-        "noise": {"fork_noise": 1e-6},
-    }
+        CONTROL: {}, "batches": {"fork_skip_batches": end - start}, "sequences": {"fork_skip": left_out},
+        "precision": {"trainer.precision": "bf16-mixed" if wide else "32-true"}, "moments": {"fork_new_moments": True},
+        "slower": {"optim.lr": one.setting("optim.lr") / 3}, "noise": {"fork_noise": 1e-6},
+    }  # fmt: skip
     common = {
-        "trainer.max_steps": end,
-        "optim.schedule_steps": one.setting("optim.schedule_steps") or one.planned_steps,
-        "checkpoint.every_n_steps": 0,
-        "checkpoint.at": [],
-        "logging": [],
-        **fields,
-    }
+        "trainer.max_steps": end, "checkpoint.every_n_steps": 0, "checkpoint.at": [], "logging": [],
+        "optim.schedule_steps": one.setting("optim.schedule_steps") or one.planned_steps, **fields,
+    }  # fmt: skip
     arms = {
         name: {"label": ARMS[name]["what"], "fork": {"checkpoint": str(checkpoint.resolve())}, "set": common | changed}
         for name, changed in settings.items()

@@ -29,7 +29,6 @@ from mmqk.store.formatting import some
 GAP = 3  # times the usual interval
 NULLS_AFTER = 10  # numbers of a column before a null of JSON can mean NaN
 TENSOR = r"^\s*tensor\(([^,)]*).*"  # a cell such as tensor(2.31, device='cuda:0')
-NOT_FINITE = ("nan", "inf", "-inf", "+inf", "infinity", "-infinity", "+infinity")
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,8 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
         at = steps.reindex(values.index)
         values = values[at.notna() & (at < later.reindex(values.index))]
         by_step = pd.Series(values.to_numpy(), index=steps.reindex(values.index).astype("int64"))
-        null = np.isneginf(by_step)  # a null counts as NaN, unless the step has a number as well
-        numbers, nulls = by_step[~null].groupby(level=0), by_step[null].groupby(level=0)
-        repeated = max(repeated, len(by_step[~null]) - len(numbers))
-        table[tag] = numbers.last().combine_first(-nulls.last())
+        table[tag] = by_step.groupby(level=0).last()
+        repeated = max(repeated, len(by_step) - len(table[tag]))
     if repeated:
         notes.append(f"Up to {repeated} steps are logged more than once: the last value is used.")
     metrics = pd.concat(table, axis=1).sort_index().rename_axis("step").dropna(axis=1, how="all")
@@ -98,25 +95,22 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
 
 
 def _numbers(column: pd.Series, name: str, notes: list[str]) -> pd.Series:
-    """Return the logged values of a column: NaN and infinities are inf, a null that may be a NaN is -inf.
+    """Return the logged values of a column; NaN and infinities are inf.
 
-    "nan" or null in most rows, between numbers, are empty cells of a wide table.
+    "nan" in most rows, between numbers, is an empty cell of a wide table. A null is one as well, unless `GAP` nulls or
+    more end the column, at least `GAP` times as many as stand between two numbers.
     """
     numbers = pd.to_numeric(column, errors="coerce").astype("float64")
-    text = numbers.isin([np.inf, -np.inf])
-    other = column[numbers.isna()].astype(object)
-    named = [index for index, value in other.items() if str(value).strip().lower() in NOT_FINITE and value == value]
-    text[pd.Index(named)] = True
-    null = column.index.isin([index for index, value in other.items() if value is None])
-    finite = numbers.notna() & ~text
-    for kind in (text, null):
-        returns = (finite.to_numpy()[1:] & np.asarray(kind)[:-1]).sum()
-        if kind.sum() > finite.sum() and returns > GAP:
-            kind[:] = False
-    before = int(finite[: null.argmax()].sum())
-    if null.any() and before >= NULLS_AFTER:
-        notes.append(f"{name} is null in {int(null.sum())} places after {before} numbers: read as NaN.")
-        numbers[null] = -np.inf
+    text, other = numbers.isin([np.inf, -np.inf]), column[numbers.isna()].astype(object)
+    text[other.index[[value == value and str(value).strip().lower() == "nan" for value in other]]] = True
+    finite = (numbers.notna() & ~text).to_numpy()
+    if text.sum() > finite.sum() and (finite[1:] & text.to_numpy()[:-1]).sum() > GAP:
+        text[:] = False
+    nulls = column.index.isin(other.index[[value is None for value in other]]).cumsum()
+    before = nulls[finite]  # of each number
+    if len(before) >= NULLS_AFTER and (last := nulls[-1] - before[-1]) >= GAP * max(1, np.diff(before).max()):
+        notes.append(f"{name} is null in the last {last} places, after {len(before)} numbers: read as NaN.")
+        text |= nulls > before[-1]
     return numbers.mask(text, np.inf).dropna()
 
 
@@ -150,8 +144,7 @@ def _steps(raw: Raw, step: str | None, source: str, losses: pd.Index, notes: lis
     steps = _within_epochs(steps, raw, losses, notes)
     unit = int(np.gcd.reduce(steps.dropna().to_numpy(np.int64))) if steps.notna().any() else 0
     named = counts_units(name)
-    # Intervals of logging are round numbers; batches of tokens and samples are not, or they are large.
-    if unit > 1 and (named or unit >= 20_000 or (unit >= 256 and unit % 50)) and steps.nunique() > 2:
+    if unit > 1 and (named or unit >= 20_000) and steps.nunique() > 2:
         counted = f"{name or 'step'} counts samples or tokens by its {'name' if named else 'values'}"
         notes.append(f"{counted}: it is divided by {unit:,}; --step names another column.")
         steps /= unit
@@ -345,8 +338,7 @@ def _mlflow_base(path: Path, name: str | None) -> Raw:
     if not runs:
         raise UserError(f"{path} has no run with metrics: give another file")
     run = (pick(runs, name, path, notes),)
-    query = "select key, step, value, is_nan from metrics where run_uuid = ? order by timestamp"
-    rows = base.execute(query, run)
+    rows = base.execute("select key, step, value, is_nan from metrics where run_uuid = ? order by timestamp", run)
     cells = [(key, step, "nan" if nan or abs(value) > 1e308 else value) for key, step, value, nan in rows]
     config = {k: value_of(v) for k, v in base.execute("select key, value from params where run_uuid = ?", run)}
     base.close()

@@ -80,7 +80,7 @@ def tags_of(columns: Iterable[str], mapping: Mapping[str, str], source: str, own
             found[name] = tag
     if not any(tag == "loss" or tag.startswith("loss/") for tag in found.values()):
         left = [name for name in names if "loss" in found.get(name, "loss") and not step_of((name,))]
-        others = [name for name in left if not re.search("ppl|perplexity", name, re.IGNORECASE)]
+        others = [name for name in left if not re.search(r"ppl|perplexity|bp[bcd]\b|bits", name, re.IGNORECASE)]
         others.sort(key=lambda name: not re.search(r"loss|ce\b|nll", name, re.IGNORECASE))
         advice = f"name it, such as --map {quote('loss=' + others[0])}" if others else "log the loss, in nats per token"
         raise UserError(f"{source} has no column known as a loss, only {listed or 'lines without numbers'}: {advice}")

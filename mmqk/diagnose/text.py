@@ -12,7 +12,6 @@ import io
 import json
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +118,10 @@ def table_of(kind: str, table: Any, path: Path, name: str | None, notes: list[st
         kind, table = "TensorBoard export", table.rename(columns={lower["value"]: known})
     elif run and table[run].nunique() > 1:
         table = table[table[run].astype(str) == pick(map(str, table[run].unique()), name, path, notes)]
+    if split := next((lower[c] for c in ("split", "mode", "phase", "stage") if c in lower), None):
+        held = table[split].astype(str).str.fullmatch(TABLE["words"]["EVAL"], case=False)
+        losses = {column: f"val {column}" for column in table if tag_of(column) == "loss" and not held.all()}
+        table = pd.concat([table[~held], table[held].rename(columns=losses)]).sort_index()
     bounds = [c for c in table if c.endswith(("__MIN", "__MAX"))]
     averaged = [c for c in bounds if c[:-5] in table and (table[c].notna() & (table[c] != table[c[:-5]])).any()]
     if averaged:
@@ -132,6 +135,9 @@ def _json(text: str, path: Path, name: str | None) -> Raw | None:
     notes: list[str] = []
     config: dict[str, Any] = {}
     kind = "JSON"
+    if '"log_history": [' in text and not text.rstrip().endswith("}"):
+        text = text[: text.rfind("}") + 1] + "]}"
+        notes.append("The file is cut off: what follows its last whole record is left out.")
     try:
         content = json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):
@@ -188,35 +194,48 @@ RANK = re.compile(r"^\s*\[(?:rank|default|[\w.-]+:)?(\d+)\]:", re.MULTILINE)
 LEVEL = re.compile(r"^.{,120}?\b(?:DEBUG|INFO|WARNING|ERROR)\b[\s:|\]-]*(?:\[[^\]=]*\]\s*)?")
 BAR = re.compile(r"\b(\d+)/(\d+) \[\d*\d:")
 ARGUMENT = re.compile(r"^ *(\w+) \.{3,} *(\S.*)$", re.MULTILINE)
+# A line with a word of an evaluation before its first loss, and a loss without such a word.
+EVALUATION = re.compile(rf"((?!loss).){{,300}}\b{TABLE['words']['EVAL']}\b((?!loss).){{,300}}\bloss\b", re.IGNORECASE)
+TRAINING = re.compile(r"(?<!val.)(?<!valid.)(?<!ation.)(?<!test.)loss['\"]?[:= ]+(\d|nan|inf)", re.IGNORECASE)
+MEGATRON = re.compile(r"validation (?:loss|results) at iteration (\d+)[^|\n]*\| lm[ _]loss value")
 # OpenMMLab: Epoch(train) [1][200/735], Epoch [1][54/30895], Iter [50/10548].
 WITHIN = re.compile(r"\b(?:Epoch(?:\(train\))? *\[(\d+)\]|Iter(?:\(train\))?) *\[ *(\d+)/\d+\]")
 
 
 def _lines(text: str) -> Raw:
-    """Return the pairs of name and number of each line; a line without a step belongs to the step before it."""
+    """Return the pairs of name and number of each line; a line without a step belongs to the step before it, unless
+    it is the second with a training loss."""
     notes: list[str] = []
-    text = ANSI.sub("", text).replace(", val: ", ", val loss: ")  # litgpt
+    # litgpt; DeepSpeed, whose lr comes after that of another tool
+    text = ANSI.sub("", text).replace(", val: ", ", val loss: ").replace(" lr=[", " learning rate pg0=")
+    text = MEGATRON.sub(r"iteration \1 | val loss", text)
+    text = re.sub(r"^(?:s:)?(\d+)(?= \| loss | t[er]l:)", r"step \1", text, flags=re.MULTILINE)  # llama2.c, llm.c
     text = WITHIN.sub(lambda at: f"epoch: {at[1] or 0} step: {at[2]} ", text)
-    ranks = Counter(RANK.findall("\n".join(line for line in text.split("\n") if "loss" in line.lower())))
+    ranks = set(RANK.findall("\n".join(line for line in text.split("\n") if "loss" in line.lower())))
     if len(ranks) > 1:
         kept = min(ranks, key=int)
         notes.append(f"The lines are those of {len(ranks)} ranks: rank {kept} is read.")
         text = "\n".join(line for line in text.split("\n") if not (m := RANK.match(line)) or m[1] == kept)
-    rows: list[dict[str, str]] = [{}]
-    bar = longest = 0
-    for line in re.split(r"[\r\n]+", text):
+    rows, bar, longest = [dict[str, str]()], 0, 0
+    lines = re.split(r"[\r\n]+", text)
+    evaluations = {line for line in lines if EVALUATION.match(line)}
+    if not any(TRAINING.search(line) for line in {*lines} - evaluations):  # the word is in the name of the run
+        evaluations = set()
+    for line in lines:
         if (position := " [" in line and BAR.search(line)) and int(position[2]) >= longest:
             bar, longest = int(position[1]), int(position[2])
         pairs = {key: value.replace(",", "") for key, value in PAIR.findall(LEVEL.sub("", line, 1))}
         if not pairs:
             continue
+        if line in evaluations and "val_loss" not in map(tag_of, pairs):
+            pairs = {f"val {key}" if tag_of(key) == "loss" else key: value for key, value in pairs.items()}
         step = step_of(tuple(pairs))
-        if step is not None and step.lower() != "epoch" and not counts_units(step):
+        if step is not None and step.lower() not in ("epoch", "train time/batch") and not counts_units(step):
             rows.append({"step": pairs.pop(step)})
         elif position or "step" not in rows[-1] or (bar and pairs.keys() & rows[-1].keys()):
             rows.append({"step": str(bar)} if longest else {})
         elif pairs.keys() & rows[-1].keys():
-            rows.append({"step": rows[-1]["step"]})
+            rows.append({} if "loss" in map(tag_of, pairs) else {"step": rows[-1]["step"]})
         rows[-1].update(pairs)
     table: Any = pd.DataFrame([row for row in rows if row.keys() - {"step"}], dtype=object)
     tool = next((tool for tool, pattern in TABLE["tools"].items() if re.search(pattern, text, re.MULTILINE)), "")

@@ -276,7 +276,8 @@ def test_steps_within_epochs_go_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "unit", "index"), [("step", 524_288, True), ("consumed samples", 100, True), ("step", 100, False)]
+    ("column", "unit", "index"),
+    [("step", 524_288, True), ("consumed samples", 100, True), ("step", 100, False), ("step", 1024, False)],
 )
 def test_steps_that_count_samples_or_tokens_become_an_index(tmp_path, column, unit, index):
     log = read_log(jsonl(tmp_path / "log.jsonl", [{column: unit * i, "loss": 1.0} for i in range(1, 30)]))
@@ -302,6 +303,51 @@ def test_null_is_nan_after_numbers_and_an_empty_cell_between_them(tmp_path):
     metrics = read_log(jsonl(tmp_path / "log.jsonl", records)).metrics
     assert np.isinf(metrics["loss"].loc[30:]).all() and np.isfinite(metrics["loss"].loc[:29]).all()
     assert np.isfinite(metrics["grad_norm"].dropna()).all()
+    # rows of evaluations, and of a summary at the end, have no training loss
+    rows = [{"current_steps": s, "loss": None if s in (15, 29, 30) else 3.0, "eval_loss": None} for s in range(31)]
+    loss = read_log(jsonl(tmp_path / "log.jsonl", rows)).metrics["loss"].dropna()
+    assert loss.index.tolist() == [*range(15), *range(16, 29)] and set(loss) == {3.0}
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ("step {} | loss 2.0", "[val] step {} loss 3.0"),
+        (
+            "| train_inner | epoch 001: 1 / 9 loss=2.0, num_updates={}",
+            "| valid | epoch 001 | loss 3.0 | num_updates {}",
+        ),
+        ("completed step: {}, weights: 9, loss: 2.0", "eval metrics after step: {}, loss=3.0, weights=9"),
+        ("[test] step {} loss 2.0", "[test] step {} val_loss 3.0"),  # the word is in the name of the run
+        (
+            "iteration {}/ 99 | lm loss: 2.0",
+            "validation loss at iteration {} | lm loss value: 3.0E+00 | lm loss PPL: 9 |",
+        ),
+        ("{} | loss 2.0 | lr 1e-3", "step {}: train loss 2.5, val loss 3.0"),
+        ("s:{} trl:2.0", "s:{} tel:3.0"),
+        ('{{"step": {}, "split": "train", "loss": 2.0}}', '{{"step": {}, "split": "Val", "loss": 3.0}}'),
+    ],
+)
+def test_a_loss_of_an_evaluation_is_no_training_loss(tmp_path, train, held_out):
+    lines = [text.format(step) for step in range(1, 41) for text in ([train, held_out] if step % 20 == 0 else [train])]
+    (tmp_path / "out.log").write_text("\n".join(lines))
+    metrics = read_log(tmp_path / "out.log").metrics
+    assert metrics["loss"].to_dict() == dict.fromkeys(range(1, 41), 2.0)
+    assert metrics["val_loss"].dropna().to_dict() == {20: 3.0, 40: 3.0}
+
+
+def test_lines_of_a_loss_without_a_step_are_numbered(tmp_path):
+    lines = ["step 7: train loss 3.0, val loss 3.0", *(f"{i} > loss 2.{i}" for i in range(10, 30))]
+    (tmp_path / "out.log").write_text("\n".join(lines))
+    log = read_log(tmp_path / "out.log")
+    assert log.metrics["loss"].count() == 20 and any("rows are numbered" in note for note in log.notes)
+
+
+def test_a_trainer_state_that_is_cut_off_keeps_its_steps(tmp_path):
+    history = json.dumps({"log_history": [{"loss": 3.0 - s / 100, "step": s} for s in STEPS]}, indent=1)
+    (tmp_path / "trainer_state.json").write_text(history[: len(history) // 2])
+    loss = read_log(tmp_path / "trainer_state.json").metrics["loss"]
+    assert loss.index[0] == 1 and all(value == 3.0 - step / 100 for step, value in loss.items())
 
 
 def test_of_several_runs_one_is_read_and_named(tmp_path):
