@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from mmqk.bench.rules import SETTLED, columns
+from mmqk.bench.rules import SETTLED, columns, noise
 from mmqk.bench.traces import HEALTHY, LASTING, NONE, Label, Trace, parts_of
 from mmqk.lab.formatting import markdown_table
 from mmqk.lab.runs import Run
@@ -25,6 +25,8 @@ DONT_KNOW, NO_FAULT = "don't know", "no fault"
 # have: its signs hold for runs like those of the bench alone. All healthy runs of the zoo halve their loss by step 241.
 FIRST_STEP = 10
 SIZES = {"size": (1200, 4.0, 9.0), "loss": (600, 7.0, 9.0)}  # last step, lowest and highest first loss
+RISE_STDS = 3.5  # chosen after logs of healthy fine-tunings were seen
+HIGHER = 1.25  # warm restarts return to the highest rate, which the warm-up may have cut short
 EASY = "a small vocabulary or easy data give this too"
 
 
@@ -55,9 +57,10 @@ def jump(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def jump_after_warmup(values: pd.DataFrame) -> pd.DataFrame:
-    """`jump`, from the first step on at which the value does not rise."""
+    """`jump` to above `HIGHER` times all earlier values, from the first step on at which the value does not rise."""
     rises = values[(values > 0).any(axis=1)].diff().max(axis=1).iloc[1:] > 0
-    return jump(values).loc[rises.index[~rises].min() :] if not rises.all() else jump(values).iloc[:0]
+    jumps = jump(values).where(values > HIGHER * values.cummax().shift())
+    return jumps.loc[rises.index[~rises].min() :] if not rises.all() else jumps.iloc[:0]
 
 
 def drop(values: pd.DataFrame) -> pd.DataFrame:
@@ -68,6 +71,11 @@ def drop(values: pd.DataFrame) -> pd.DataFrame:
 def rise(values: pd.DataFrame) -> pd.DataFrame:
     """The median of the last 5 values minus that of the 50 before them."""
     return (values.rolling(5).median() - values.shift(5).rolling(50).median()).loc[SETTLED:]
+
+
+def rise_above_noise(values: pd.DataFrame) -> pd.DataFrame:
+    """`rise`, where it is more than `RISE_STDS` standard deviations (`noise`) of the values before."""
+    return rise(values).where(lambda rises: rises > RISE_STDS * noise(values).shift(5).loc[SETTLED:])
 
 
 def of_largest(values: pd.DataFrame) -> pd.DataFrame:
@@ -114,9 +122,9 @@ SIGNS = (
     Sign("precision", "update_rms", lambda values: (values == 0).astype(float), 0.5, "an update changed nothing"),
     Sign("targets", "loss", lambda values: of_first(values).loc[:SETTLED], 0.35,
          f"a loss is far below its first value within {SETTLED} steps; {EASY}", "loss"),
-    Sign("repeats", "loss", lambda values: -rise(values), 2.0, "a loss fell at once"),
+    Sign("repeats", "loss", lambda values: -rise(values), 2.0, "a loss fell at once", "size"),
     Sign("leak", "loss", of_first, 0.5, f"a loss is below half of its first value; {EASY}", "loss"),
-    Sign("data", "loss", rise, 0.5, "a loss rose at once, and no statistic of the model before it"),
+    Sign("data", "loss", rise_above_noise, 0.5, "a loss rose at once, and no statistic of the model before it"),
     Sign("rate", "attn_logit_absmax", level, 500.0, "attention logits grew beyond 500", "size"),
 )  # fmt: skip
 

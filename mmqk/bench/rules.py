@@ -42,6 +42,12 @@ def recent(values: Any, window: int) -> tuple[Any, Any]:
     return before.median(), (before.quantile(0.75) - before.quantile(0.25)) / QUARTILES_TO_STD
 
 
+def noise(values: Any) -> Any:
+    """Return, for each value of a series or a table, the standard deviation of one value, from the median difference
+    between neighbors among the last 50; a trend or a level that changes hardly adds to it."""
+    return 1.4826 / 2**0.5 * values.diff().abs().rolling(50, min_periods=2).median()
+
+
 def above_recent(series: pd.DataFrame, window: int = WINDOW) -> pd.Series:
     """Return how many standard deviations a value is above the median of the values before it; the largest over the
     columns. A value that is not finite scores infinity."""
@@ -167,8 +173,11 @@ CANDIDATES: tuple[Rule, ...] = (
 # Plain facts --------------------------------------------------------------------------------------------------------
 
 TINY = 0.01  # nats: far below what text or image tokens leave
-RISE, NATS = 2.0, 1.0  # a loss jumps if it is twice the value before it, and this much above it
+RISE, NATS, BEFORE = 2.0, 1.0, 5  # a loss jumps if it is twice the median of 5 before it, and this much above it
 LEAST_PROGRESS = 100  # losses
+LEARNED = 3.0  # nats: about the unigram loss of bytes, the smallest vocabulary
+# Chosen after logs of healthy fine-tunings were seen, as LEARNED and BEFORE: errors, and what they may hide of a loss.
+ERRORS, HIDDEN = 4.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -183,14 +192,28 @@ class Fact:
     meaning: str
 
 
+def _jumps(values: pd.Series) -> pd.Series:
+    """True where a value and the `IN_A_ROW` - 1 after it (fewer at the end) are at least `RISE` times the median of
+    the `BEFORE` values before it, and `NATS` and `ERRORS` standard deviations (`noise`) above."""
+    before = values.shift().rolling(BEFORE, min_periods=1).median()
+    lowest = values[::-1].rolling(IN_A_ROW, min_periods=1).min()[::-1]
+    return (lowest >= RISE * before) & (lowest >= before + (ERRORS * noise(values).shift()).clip(NATS).fillna(NATS))
+
+
 def _no_progress(values: pd.Series) -> pd.Series:
-    """True at the last value if the last third is not below the first third, less a tenth for the warm-up, by more
-    than the standard deviation of a single value (from quartiles)."""
-    third, flat = len(values) // 3, False
-    if len(values) >= LEAST_PROGRESS:
-        first, last = values.iloc[len(values) // 10 : third], values.iloc[-third:]
+    """True at the last value if the median of the last third is not below that of the values before by more than
+    `ERRORS` standard errors (from quartiles), unless these are more than `HIDDEN` of the loss.
+
+    The values before are the first third less a tenth, in which a model learns the unigram loss; or this tenth, if the
+    loss falls below `LEARNED`. A log that begins after more steps than it has is not compared.
+    """
+    tenth, third, flat = len(values) // 10, len(values) // 3, False
+    if len(values) >= LEAST_PROGRESS and 2 * values.index[0] <= values.index[-1]:
+        last = values.iloc[-third:]
+        first = values.iloc[:tenth] if last.median() < LEARNED else values.iloc[tenth:third]
         spread = (last.quantile(0.75) - last.quantile(0.25)) / QUARTILES_TO_STD
-        flat = bool(first.median() - last.median() <= spread)
+        error = 1.25 * spread * (1 / len(first) + 1 / len(last)) ** 0.5
+        flat = bool(first.median() - last.median() <= ERRORS * error < HIDDEN * last.median())
     return pd.Series(np.arange(len(values)) == (len(values) - 1 if flat else -1), values.index)
 
 
@@ -201,10 +224,10 @@ FACTS: dict[str, tuple[str, Callable[[pd.Series], pd.Series], int, str]] = {
     "tiny loss": (LOSS, lambda x: (x > 0) & (x < TINY), 3,
         "the targets are known from the input: prompt, padding or image tokens may count, or the data repeats"),
     "zero gradient": ("grad_norm", lambda x: x == 0, 2, "nothing is learned: no parameter has a gradient"),
-    "loss jumps": (LOSS, lambda x: (x >= RISE * x.shift()) & (x >= x.shift() + NATS), 1,
+    "loss jumps": (LOSS, _jumps, 1,
         "one interval between two lines changed the model or its data"),
     "no progress": (LOSS, _no_progress, 1,
-        "the loss did not fall in this log: the rate is too high or too low, or the log begins late in training"),
+        "the loss did not fall after its first tenth: the rate is too high or too low, or nothing is left to learn"),
 }  # fmt: skip
 
 

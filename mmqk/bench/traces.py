@@ -16,13 +16,16 @@ import yaml
 from mmqk.lab.formatting import markdown_table
 from mmqk.lab.runs import Run
 from mmqk.store import AlarmRules, UserError, find_file, identity_hash
-from mmqk.store.alarms import NAMES
+from mmqk.store.alarms import NAMES, RISE_BACK, RISE_MEDIAN
+from mmqk.store.formatting import some
 from mmqk.store.rules import Alarm
 
 LABELS = "configs/failures/bench/labels.yaml"
 WORSE_NATS = 0.25  # above the healthy run of the seed: the run has failed
 SMOOTH = 50  # steps of a median of losses
 LASTING = [name for name in NAMES if not name.startswith("spike")]  # a spike alone can be one hard batch
+BENCH_STEPS = 600  # length of the runs of the bench
+HALVINGS = 16  # of the initial scale of torch's GradScaler, 65,536, down to 1: each skips a step
 WHOLE = "loss/all"  # the name under which the rules read a loss that is not split by modality
 Side = Literal["develop", "judge"]
 
@@ -104,6 +107,28 @@ def alarms_in(metrics: pd.DataFrame, rules: AlarmRules) -> list[Alarm]:
         return text.replace(WHOLE, "loss").replace("all loss", "loss")
 
     return [replace(a, tag=named(a.tag), sentence=named(a.sentence)) if whole else a for a in alarms]
+
+
+def is_lasting(alarm: Alarm, metrics: pd.DataFrame) -> bool:
+    """Return whether an alarm of a table is no spike, and no rise that ended: in more than twice as many losses as
+    runs of the bench have, half of a rise must be left at the end."""
+    if alarm.name != "rise" or len(losses := metrics[alarm.tag].dropna()) <= 2 * BENCH_STEPS:
+        return alarm.name in LASTING
+    medians = losses.rolling(RISE_MEDIAN).median()
+    return bool(2 * medians.iloc[-1] > medians.loc[: alarm.step].iloc[-RISE_BACK:].min() + alarm.value)
+
+
+def without_skips(metrics: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """Return a table without the infinite gradient norms of steps that a gradient scaler (fp16) skips: the losses of
+    the step are finite, and so is one of the next `HALVINGS` norms. A note says at which steps."""
+    norm = metrics.get("grad_norm", pd.Series(dtype=float)).dropna()
+    soon = np.isfinite(norm)[::-1].rolling(HALVINGS + 1, min_periods=1).max()[::-1] > 0
+    skipped = np.isinf(norm) & soon & ~metrics.filter(regex="^loss(/|$)").isin([np.inf]).any(axis=1)[norm.index]
+    if not skipped.any():
+        return metrics
+    steps = some((f"{step:,}" for step in skipped.index[skipped]), 5)
+    notes.append(f"grad_norm is infinite at step {steps}, and soon finite again, as where fp16 skips steps: left out.")
+    return metrics.assign(grad_norm=norm[~skipped])
 
 
 def fails_from(run: Run, metrics: pd.DataFrame, twin: pd.DataFrame | None, begins: int = 0) -> int | None:

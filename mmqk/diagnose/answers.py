@@ -157,8 +157,8 @@ def title_of(found: Record) -> str:
     """Return the first line: that no rule fired; else what fired first, and whether a series left its range before."""
     name = one_line(Path(found["source"]).name)
     if not found["found"]:
-        spikes = " but spikes, which a hard batch gives too" if found["alarms"] else ""
-        return f"{name}: no rule fired{spikes}"
+        brief = " but spikes or rises that ended, which hard batches give too" if found["alarms"] else ""
+        return f"{name}: no rule fired{brief}"
     step, what = events_of(found)[0]
     if found["departures"] and (left := found["departures"][0])["step"] < step:
         first = f"{one_line(left['tag'])} left its range"

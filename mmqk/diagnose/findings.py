@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,14 @@ import yaml
 from mmqk.bench.evidence import Rates, evidence, nearest, shape
 from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope, show_failure
 from mmqk.bench.rules import departures, facts
-from mmqk.bench.traces import LASTING, alarms_in
+from mmqk.bench.traces import BENCH_STEPS, alarms_in, is_lasting, without_skips
 from mmqk.diagnose.logs import Log
 from mmqk.diagnose.names import TABLE as NAMES
 from mmqk.store import Alarm, AlarmRules, UserError, find_file, parse_tag
 
 ANY_LOG = ("loss", "lr", "grad_norm", "tokens_per_s")  # statistics that are not of the model
-BENCH_STEPS = 600  # length of the runs on which rates were measured
 FEWEST_LOSSES = 100  # that the rules on the loss need
 ALONE = "nothing else fired, and no healthy run of the bench lacks a warm-up: how often it accuses one is not known"
-COUNTS = ("hits", "faults", "accused", "healthy")
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
 
 
@@ -46,8 +45,9 @@ def diagnose(log: Log) -> dict[str, Any]:
     - departures: the series that left their range (`Departure`), the first one first.
     - departure_rates: for each of their statistics, and "any": the judged runs with a fault in which it left its range
       after the fault, all of these runs, the healthy runs in which it did, and all of these.
-    - alarms: the first alarm of each rule that fired, the first one first; its ``count``; whether it is ``lasting``;
-      its rates on the ``bench`` (`Rates.alarm`) and ``late``, on runs of 10,000 steps, None if it was not scored there.
+    - alarms: the first alarm of each rule that fired, the first one first; its ``count``; whether it is ``lasting``
+      (`is_lasting`); its rates on the ``bench`` (`Rates.alarm`) and ``late``, on runs of 10,000 steps, None if it was
+      not scored there.
     - kinds: signs that fired, the first one first; ``bench``: the rates (`Rates.sign`) where the sign comes first.
     - not_read: signs whose statistic the log has and that do not hold for it, and why.
     - nearest: the nearest ``failure`` of the zoo; ``limit``: the distance within which no healthy run of the side
@@ -58,14 +58,15 @@ def diagnose(log: Log) -> dict[str, Any]:
       signs would name right in addition.
     - found: whether there is a fact, or a sign or a lasting alarm fired.
     """
-    metrics = log.metrics
+    notes = list(log.notes)
+    metrics = without_skips(log.metrics, notes)
     statistics = {parse_tag(tag).statistic for tag in metrics}
-    losses = metrics[[tag for tag in metrics if str(tag) == "loss" or str(tag).startswith("loss/")]].dropna(how="all")
+    losses = metrics.filter(regex="^loss(/|$)").dropna(how="all")
     every = float(np.median(np.diff(losses.index))) if len(losses) > 1 else 1.0
     split = any(str(tag).startswith("loss/") for tag in metrics)
     rates = Rates("judge", statistics, every, split)
-    left, plain, alarms = departures(metrics, evidence()["departures"]), facts(metrics), _alarms(log, rates)
-    signs = findings(metrics)
+    left, plain = departures(metrics, evidence()["departures"]), facts(metrics)
+    alarms, signs = _alarms(metrics, log.config, rates), findings(metrics)
     found = show_failure([one.sign.kind for one in signs], bool(plain) or any(alarm["lasting"] for alarm in alarms))
     kinds = [_kind(one, rates, statistics) for one in signs if found]
     named = list(dict.fromkeys(kind["kind"] for kind in kinds))
@@ -80,7 +81,7 @@ def diagnose(log: Log) -> dict[str, Any]:
         "every": every,
         "columns": log.columns,
         "unused": log.unused,
-        "notes": log.notes,
+        "notes": notes,
         "warnings": _warnings(log, every, statistics, split),
         "facts": [asdict(fact) for fact in plain],
         "fact_rates": {fact.name: evidence()["facts"][fact.name] for fact in plain},
@@ -107,10 +108,9 @@ def _kind(finding: Finding, rates: Rates, statistics: set[str]) -> dict[str, Any
     }  # fmt: skip
 
 
-def _alarms(log: Log, rates: Rates) -> list[dict[str, Any]]:
+def _alarms(metrics: pd.DataFrame, config: Mapping[str, Any], rates: Rates) -> list[dict[str, Any]]:
     """Return the alarm rules that fire, each with its first alarm, the first one first."""
-    metrics, planned = log.metrics, log.config.get("trainer.max_steps")
-    warmup = log.config.get("optim.warmup_steps")
+    planned, warmup = config.get("trainer.max_steps"), config.get("optim.warmup_steps")
     if not isinstance(warmup, int):
         warmup = _warmup(metrics["lr"].dropna()) if "lr" in metrics else 0
     length = planned if isinstance(planned, int) and planned > 0 else int(metrics.index[-1])
@@ -118,11 +118,13 @@ def _alarms(log: Log, rates: Rates) -> list[dict[str, Any]]:
     for alarm in alarms_in(metrics, AlarmRules(warmup, length)):
         found.setdefault(alarm.name, []).append(alarm)
     scores = json.loads(find_file("reports/bench/late.json").read_text(encoding="utf-8"))
-    late = {row["rule"].removeprefix("alarm "): {name: row[name] for name in COUNTS} for row in scores}
+    counts = ("hits", "faults", "accused", "healthy")
+    late = {row["rule"].removeprefix("alarm "): {name: row[name] for name in counts} for row in scores}
     return [
         {
             "name": name, "step": first.step, "series": first.tag, "value": first.value, "threshold": first.threshold,
-            "sentence": first.sentence, "count": 1 + len(more), "lasting": name in LASTING,
+            "sentence": first.sentence, "count": 1 + len(more),
+            "lasting": any(is_lasting(alarm, metrics) for alarm in (first, *more)),
             "bench": rates.alarm(name), "late": late.get(name),
         }
         for name, (first, *more) in found.items()

@@ -175,7 +175,7 @@ def test_rates_count_the_records():
         bool(run["kind"]) and name.split()[:1] == [run["kind"]] for run, name in zip(records, first, strict=True)
     )
     assert (rates.faults, rates.healthy) == (114, 44)
-    assert rates.right() == right == 59  # docs/bench.md
+    assert rates.right() == right == 61  # docs/bench.md
     assert sum(rates.sign(sign.name)["accused"] for sign in SIGNS) == 6
     scores = {row["rule"]: row for row in json.loads(Path("reports/bench/judge.json").read_text())}
     for name in ("spike", "rise", "growth", "collapse", "divergence"):
@@ -218,8 +218,10 @@ def seen(**series: list[float]) -> list[tuple[str, int]]:
         ({"loss": [2.0, 0.009, 0.008, 0.009]}, {"loss": [2.0, 0.009, 0.02, 0.009]}, ("tiny loss", 2)),
         ({"loss": [3.0, 2.9], "grad_norm": [0.0, 0.0]}, {"loss": [3.0, 2.9], "grad_norm": [0.0, 1.0]},
          ("zero gradient", 1)),
-        ({"loss": [2.0, 2.1, 4.3]}, {"loss": [2.0, 2.1, 4.1]}, ("loss jumps", 3)),
+        ({"loss": [2.0, 2.1, 4.3]}, {"loss": [2.0, 2.1, 4.0]}, ("loss jumps", 3)),
         ({"loss": [0.3, 0.2, 1.3]}, {"loss": [0.3, 0.2, 1.1]}, ("loss jumps", 3)),
+        ({"loss": [2.0, 1.9, 2.1, 5, 5, 5, 2.0]}, {"loss": [2.0, 1.9, 2.1, 5, 5, 2.0, 2.0]}, ("loss jumps", 4)),
+        ({"loss": [2.0, 2.1, 2.0, 6.0, 6.0]}, {"loss": [4.0, 4.1, 4.0, 1.8, 4.0]}, ("loss jumps", 4)),  # one easy batch
     ],
 )  # fmt: skip
 def test_a_fact_has_its_first_step_and_a_neighbor_is_none(fact, other, expected):
@@ -232,6 +234,49 @@ def test_no_progress_is_a_loss_that_falls_by_less_than_its_noise():
     assert seen(loss=list(5 + noise)) == [("no progress", 300)]
     assert seen(loss=list(5 - np.linspace(0, 1, 300) + noise)) == []
     assert seen(loss=list(5 + noise[:99])) == []  # too short to tell
+    falls = np.exp(-np.arange(300) / 5)
+    assert seen(loss=list(7 + 3 * falls + noise)) == [("no progress", 300)]  # the unigram loss is learned
+    assert seen(loss=list(1.1 + falls + noise)) == []  # a fine-tuning that has converged
+    assert seen(loss=list(1.1 + 5 * noise)) == []  # too noisy to tell
+    late = pd.DataFrame({"loss": 2.6 + noise}, index=range(95_000, 95_300))
+    assert facts(late) == []
+
+
+@pytest.mark.parametrize("scatter", [0.25, 0.35])
+def test_a_noisy_fine_tuning_is_healthy(scatter):
+    noise = scatter * np.random.default_rng(1).normal(size=1500)
+    found = diagnose(log(pd.DataFrame({"loss": 1.1 + 0.8 * np.exp(-np.arange(1500) / 150) + noise})))
+    assert not found["found"]
+    raised = pd.DataFrame({"loss": 1.1 + noise + 6 * (np.arange(1500) >= 900)})  # control
+    assert "loss jumps" in {fact["name"] for fact in diagnose(log(raised))["facts"]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "found"), [([0, 1, 2, 480], False), (range(600), True), (range(400, 420), True), ([599], True)]
+)
+def test_a_step_that_fp16_skips_is_no_finding(bad, found):
+    metrics = table()
+    metrics.iloc[[*bad], 1] = np.inf
+    record = diagnose(log(metrics))
+    assert record["found"] == found == bool(record["alarms"])
+    assert any("fp16" in note for note in record["notes"]) == (len(bad) in (4, 20))
+
+
+@pytest.mark.parametrize(("last", "found"), [(0.0, False), (0.3, True)])
+def test_a_rise_in_a_long_log_counts_if_it_stays(last, found):
+    steps = np.arange(1, 2001)
+    loss = 5 - steps / 4_000 + 0.05 * np.random.default_rng(0).normal(size=2000)
+    loss += 0.3 * ((steps >= 1500) & (steps < 1700)) + last * (steps >= 1700)
+    record = diagnose(log(pd.DataFrame({"loss": loss}, index=steps)))
+    assert "rise" in {alarm["name"] for alarm in record["alarms"]} and record["found"] == found
+
+
+def test_a_warm_restart_of_the_rate_is_no_rise_of_it():
+    cosine = np.tile(0.01 * (1 + np.cos(np.linspace(0, 3.1, 150))), 4)
+    rate = [f.sign.kind for f in findings(table(lr=np.where(STEPS < 20, cosine * STEPS / 20, cosine)))]
+    assert "rate" not in rate
+    higher = [f.sign.kind for f in findings(table(lr=np.where(STEPS > 450, 3 * cosine, cosine)))]
+    assert "rate" in higher
 
 
 def test_a_loss_of_a_modality_counts_and_a_nan_is_not_a_fact_of_its_own():
