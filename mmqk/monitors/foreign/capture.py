@@ -95,7 +95,7 @@ class Capture(TorchFunctionMode):
             origins = self.origins.of(scores.operands[0]), self.origins.of(scores.operands[1])
             self.origins.set(out, self._measure(scores.path, scores.module, call, origins))
         elif name in PRODUCT:
-            self._product(args, out)
+            self._product((args, kwargs), out)
         return out
 
     # Attention written with softmax and matmul
@@ -106,9 +106,9 @@ class Capture(TorchFunctionMode):
         if is_square and path not in self.cross_products and self.measurement.may_be_main(self.origins.of(x)):
             self.softmaxes.add(path)
 
-    def _product(self, args: Any, out: Any) -> None:
+    def _product(self, arguments: Any, out: Any) -> None:
         """Record a product of two activations that may be attention logits, because it is a token-by-token matrix."""
-        factors = [x for x in tensors_in(args) if not isinstance(x, nn.Parameter) and x.ndim >= 3]
+        factors = [x for x in tensors_in(arguments) if not isinstance(x, nn.Parameter) and x.ndim >= 3]
         if self.tokens < 2 or len(factors) < 2 or factors[-2].shape[-1] < 2 or not isinstance(out, Tensor):
             return
         if list(out.shape).count(self.tokens) < 2:

@@ -208,6 +208,7 @@ class Layout:
 # Names of torch functions that compute a softmax or a matrix product.
 SOFTMAX = {"softmax", "special_softmax", "_softmax", "log_softmax", "special_log_softmax"}
 PRODUCT = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+_OPERANDS = ("input", "batch1", "batch2", "other", "mat2")  # their arguments by name, the first operand first
 _MULTIPLY = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 _DIVIDE = {"div", "div_", "__truediv__", "__itruediv__", "__div__", "true_divide", "divide"}
 # Functions whose output has the same meaning, in another shape or dtype.
@@ -278,10 +279,12 @@ class ByHand:
         if traced is None:
             return None
         scores = self._scores.get(traced)
+        products = {id(self._scores[x].operands) for x in tensors_in(args) if x in self._scores}
         if name in _SAME and traced in self._weights:
             self._weights[out] = self._weights[traced]
         elif scores is not None:
-            changed = _changed(name, scores, args, kwargs)
+            # A second product is a part of the logits, and no mask or bias.
+            changed = _changed(name, scores, args, kwargs) if len(products) == 1 else None
             if changed is not None:
                 self._scores[out] = changed
             elif out is traced:
@@ -301,10 +304,10 @@ class ByHand:
     def _product(
         self, name: str, args: Sequence[Any], kwargs: Any, out: Tensor, path: str, module: nn.Module
     ) -> tuple[Scores, Call | NotMeasured] | None:
-        operands = [x for x in tensors_in(args) if x.ndim >= 3][-2:]
-        if len(operands) < 2:
+        given = [x for x in tensors_in([*args, *map(kwargs.get, _OPERANDS)]) if x.ndim >= 3]
+        if len(given) < 2 or any(x in self._scores for x in given[:-2]):
             return None
-        left, right = operands
+        left, right = operands = given[-2:]
         equation = args[0].replace(" ", "") if name == "einsum" and isinstance(args[0], str) else None
         if right in self._weights and equation is not None:
             operands_of, arrow, result = equation.partition("->")

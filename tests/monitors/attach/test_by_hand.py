@@ -22,7 +22,7 @@ def added(z: Tensor, low: float = -torch.inf) -> Tensor:
 
 
 def by_module(q, k, v):
-    return nn.Softmax(-1)((q @ k.mT / K**0.5).masked_fill(~CAUSAL, -1e9)) @ v
+    return nn.Softmax(-1)((torch.matmul(input=q, other=k.mT) / K**0.5).masked_fill(~CAUSAL, -1e9)) @ v
 
 
 def in_place(q, k, v):
@@ -58,7 +58,7 @@ def heads_first(q, k, v):
 def bloom(q, k, v):
     """Scores from baddbmm, with sequences and heads on one axis; the softmax has four axes."""
     q, k, v = (x.reshape(-1, T, K) for x in (q, k, v))
-    z = torch.baddbmm(torch.zeros(1, 1, T), q, k.mT, beta=1.0, alpha=K**-0.5)
+    z = torch.zeros(1, 1, T).baddbmm(batch1=q, batch2=k.mT, beta=1.0, alpha=K**-0.5)
     weights = added(z.view(-1, H, T, T), torch.finfo(torch.float32).min).softmax(-1)
     return (weights.view(-1, T, T) @ v).view(-1, H, T, K)
 
@@ -170,7 +170,20 @@ def test_sdpa_with_heads_outermost_is_not_read_as_sequences_outermost():
     assert watch.layers.numbers == [] and "has sequences and heads in an unknown order" in summary(watch)
 
 
-def test_weights_that_are_changed_before_the_values_are_not_measured():
+def summed(q, k, v):
+    """Scores that are a sum of two products, as with decoupled RoPE."""
+    z = q[..., :4] @ k[..., :4].mT
+    z += q[..., 4:] @ k[..., 4:].mT
+    return added(z * K**-0.5).softmax(-1) @ v
+
+
+def summed_by_baddbmm(q, k, v):
+    q, k, v = (x.reshape(-1, T, K) for x in (q, k, v))
+    z = torch.baddbmm(q[..., :4] @ k[..., :4].mT, q[..., 4:], k[..., 4:].mT)
+    return (added(z * K**-0.5).softmax(-1) @ v).view(-1, H, T, K)
+
+
+def test_sums_of_products_and_weights_that_are_changed_before_the_values_are_not_measured():
     def gated(q, k, v):
         return (added(q @ k.mT * K**-0.5).softmax(-1) * 0.5) @ v
 
@@ -178,7 +191,7 @@ def test_weights_that_are_changed_before_the_values_are_not_measured():
         z = torch.einsum("bhts,hg->bgts", q @ k.mT, torch.eye(H).roll(1, 0))
         return added(z).softmax(-1) @ v
 
-    for function in (gated, mixed):
+    for function in (gated, mixed, summed, summed_by_baddbmm):
         values, _, _, watch = measured(function)
         assert watch.layers.hidden == ["layers.0", "layers.1"] and "attn_logit_max/text-text/layer00" not in values
         assert "; F.scaled_dot_product_attention outside torch.jit is measured" in summary(watch)
