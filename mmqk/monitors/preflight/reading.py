@@ -52,7 +52,8 @@ class Projections(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name not in _PRODUCTS or not isinstance(out, Tensor) or not any(map(self._is_weight, tensors_in(args))):
+        operands = tensors_in((args, kwargs or {}))
+        if name not in _PRODUCTS or not isinstance(out, Tensor) or not any(map(self._is_weight, operands)):
             return out
         self.count += 1
         size = self.rms.get(self.count)
@@ -161,6 +162,12 @@ def _product(x: Tensor, y: Tensor) -> float:
     return float((x.detach().double() * y.detach().double()).sum())
 
 
+def _sums_to_0(x: Tensor) -> bool:
+    """Return whether the sums over the last axis are 0, up to rounding."""
+    x, tolerance = x.detach().double(), max(_ZERO, 2 * torch.finfo(x.dtype).eps)
+    return bool(x.sum(-1).abs().sum() < tolerance * x.abs().sum())
+
+
 def normalization(x_BHTK: Tensor, products: Mapping[int, Tensor], module: nn.Module, token: int) -> Normalization:
     """Return what happens between the projections and the queries or keys, from the derivative at one token.
 
@@ -190,15 +197,14 @@ def normalization(x_BHTK: Tensor, products: Mapping[int, Tensor], module: nn.Mod
     part = g_head != 0
     n_channel, n_tokens, n_head = int(g_channel.count_nonzero()), int(part.any(-1).sum()), int(part.sum())
     # A layer norm ignores the mean of its input; without a gain its output has none, also after RoPE.
-    sums = [(float(y.double().sum()), float(y.double().abs().sum())) for y in (g_head, x_K.detach())]
-    is_centered = any(abs(total) < _ZERO * size for total, size in sums)
+    is_centered = all(_sums_to_0(g.flatten()) for g in (g_head, g_channel)) or _sums_to_0(x_BHTK)
     shared: dict[str, Any] = {
         "gains": tuple((name, g.numel()) for name, g in gains.items()),
         "mean_square": float(u[part].double().var() if is_centered else u[part].double().square().mean()),
         "products": tuple(numbers[i] for i in found),
     }
     if n_tokens == 1 and (along > _LINEAR or n_channel <= 2):
-        factor = float(x_K.detach().norm()) / max(float(u[part].norm()), 1e-30)
+        factor = float(x_K.detach().double().norm()) / max(float(u[part].double().norm()), 1e-30)
         return Normalization("none", factor=factor, **shared)
     if n_tokens > 1:
         over = "tokens"

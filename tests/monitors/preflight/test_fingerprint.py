@@ -26,6 +26,11 @@ WORDS = {
         SIZES,
         "QK-Norm: RMS norm over the full width, before RoPE, gains q_norm.weight (64), k_norm.weight (32)",
     ),
+    "Phi": (
+        HEAD_DIM | {"num_key_value_heads": 4, "num_hidden_layers": 16, "qk_layernorm": True},
+        "QK-Norm: layer norm per head, before RoPE, gains q_layernorm.weight (16), q_layernorm.bias (16), "
+        "k_layernorm.weight (16), k_layernorm.bias (16)",
+    ),
     "Cohere": (
         SIZES | {"use_qk_norm": True},
         "QK-Norm: layer norm per head, before RoPE, gains q_norm.weight (64), k_norm.weight (32)",
@@ -33,12 +38,13 @@ WORDS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", WORDS)
-def test_models_of_transformers(family):
+def test_models_of_transformers(family, dtype):
     torch.manual_seed(0)
     arguments, words = WORDS[family]
     config = getattr(transformers, f"{family}Config")(**arguments, attn_implementation="sdpa")
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -64,7 +70,8 @@ class Attention(nn.Module):
         self.norm = norm
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (y.unflatten(-1, (H, K)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        qkv = F.linear(x, weight=self.qkv.weight, bias=self.qkv.bias)  # all arguments may have names
+        q, k, v = (y.unflatten(-1, (H, K)).transpose(1, 2) for y in qkv.chunk(3, -1))
         y = F.scaled_dot_product_attention(self.norm(q, self.a), self.norm(k, self.a), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
