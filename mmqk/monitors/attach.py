@@ -310,7 +310,8 @@ class Watch:
         if world_size() > 1:
             return ""
         with contextlib.suppress(Exception):  # a model may refuse a forward pass with gradients in evaluation mode
-            seen = read_calls(call, None if call.ids is not None else self.prober.modalities)
+            modalities = None if call.ids is not None else self.prober.modalities
+            seen = read_calls(call, modalities, autocast=self.prober.autocast)
             read = [x.call for x in seen if x.call is not None]
             scales = ", ".join(sorted({f"{x.scale:.3g}" for x in read}))
             caps = ", ".join(sorted({"none" if x.softcap is None else f"{x.softcap:g}" for x in read}))

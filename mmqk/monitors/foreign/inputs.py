@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from mmqk.monitors.adapters import unwrapped
 from mmqk.monitors.foreign.calls import MASKED, documents_of_positions
-from mmqk.monitors.foreign.isolate import copied, is_object
+from mmqk.monitors.foreign.isolate import ISOLATED, copied, is_object
 from mmqk.store.errors import UserError
 
 # Usual names of token ids, the most specific first.
@@ -34,7 +34,7 @@ _NO_BATCH = {"builtins", "torch", "transformers", "numpy"}
 class LastCall:
     """A forward pre-hook that stores the arguments of the model's last call with gradients enabled.
 
-    Calls during evaluation are therefore not stored.
+    Calls during evaluation are therefore not stored, nor are those of mmqk.
 
     A forward may edit its inputs in place, or append to a cache. So the hook stores a copy of the arguments while
     ``copying`` is true, which `Watch` sets for steps with a probe.
@@ -56,7 +56,7 @@ class LastCall:
         self.wrapped: tuple[Any, Any] | None = None  # the wrapper of `wrap`, and the forward inside it
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or ISOLATED:
             return
         self.args, self.kwargs = args, kwargs
         self.autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")

@@ -33,6 +33,7 @@ _OF_MODULE = vars(nn.Module()).keys()  # attributes of every module: its mode, p
 _MACHINERY = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed"} | (
     sys.stdlib_module_names - {"types", "argparse"}
 )
+ISOLATED: list[nn.Module] = []  # the models that run in `isolated` now
 _DEEPEST = 3  # objects inside objects: a cache, its layer, the state of the layer
 
 
@@ -196,21 +197,28 @@ def copied(args: tuple[Any, ...], kwargs: Mapping[str, Any], root: nn.Module) ->
 
 
 @contextmanager
-def isolated(root: nn.Module, full_precision: bool = True, autocast: bool = False) -> Iterator[State]:
+def isolated(root: nn.Module, full_precision: bool | None = None, autocast: bool = False) -> Iterator[State]:
     """Inside the context the model runs eagerly, in evaluation mode and without gradients.
 
     The context restores each submodule's mode, the `State` of the model, and the random state of torch (CPU and
     the model's device), Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
 
     Args:
-        full_precision: disable autocast, even if the model enters autocast itself.
+        full_precision: disable autocast, even if the model enters autocast itself; by default if all weights are in
+            fp32.
         autocast: whether the training call used autocast. If it did, autocast is enabled again unless
             ``full_precision`` is true.
     """
     device = device_of(root)
+    if full_precision is None:
+        full_precision = all(p.dtype == torch.float32 for p in root.parameters() if p.is_floating_point())
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        torch.clear_autocast_cache()  # it may hold other values of the weights, and afterwards ones without gradients
+        stack.callback(torch.clear_autocast_cache)
+        ISOLATED.append(root)
+        stack.callback(ISOLATED.pop)
         if full_precision:
             _disable_autocast(device, stack)
         elif autocast and not torch.is_autocast_enabled(device.type):

@@ -59,8 +59,8 @@ def preflight(
 ) -> Table:
     """Check a model and a batch before training, in some forward and backward passes.
 
-    The passes run in evaluation mode, eagerly and outside autocast. Weights, buffers, gradients, optimizer state,
-    random states and modes are the same afterwards, bit for bit.
+    The passes run in evaluation mode and eagerly; if all weights are in fp32, also outside autocast. Weights, buffers,
+    gradients, optimizer state, random states and modes are the same afterwards, bit for bit.
 
     Args:
         model: the object that the training loop calls.
@@ -81,7 +81,7 @@ def preflight(
         text = "; ".join(filter(None, ("loss of the batch", context.modalities.origin)))
         findings = [Finding("ok", context.first.loss, text, check="forward and backward")]
     except Exception as error:
-        text, advice = _in_words(error), "run the loss on this batch alone"
+        text, advice = _in_words(error), "run the loss on this batch alone, under autocast if training uses it"
         if loss is not None:
             advice += "; loss must be a function loss(model, batch) that calls the model and returns a scalar tensor"
         return Table((Finding("FAILED", None, text, advice, "forward and backward"),))

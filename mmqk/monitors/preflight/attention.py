@@ -153,7 +153,7 @@ def qk_norm(context: Context) -> Finding:
     read, wrong, eps_words = _read(context), list[str](), set()
     numbers = {n for seen, _, _ in read for x in (seen.q, seen.k) if x.is_norm for n in x.products}
     rms = dict.fromkeys(numbers, SMALL)
-    small = read_calls(context.inputs, context.modalities, rms) if numbers else []
+    small = read_calls(context.inputs, context.modalities, rms, autocast=context.autocast) if numbers else []
     of_path = {seen.path: seen for seen in small}
     for seen, call, module in read:
         wrong += [f"{seen.path}: norm over {x.over}" for x in (seen.q, seen.k) if x.over in ("tokens", "heads")]

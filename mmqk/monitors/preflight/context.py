@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.adapters import unwrapped
+from mmqk.monitors.adapters import device_of, unwrapped
 from mmqk.monitors.foreign.calls import documents_of_positions
 from mmqk.monitors.foreign.inputs import Inputs, named_tensors, valid_tokens
 from mmqk.monitors.foreign.isolate import copied, isolated
@@ -196,6 +196,7 @@ class Context:
         self.optimizers: list[Any] = [given] if hasattr(given, "param_groups") else list(given)
         self.loss = loss or self._own_loss
         self.modalities = modalities_of(model, modality)
+        self.autocast = False  # whether the loss calls a model with half-precision weights under autocast
 
     # Calls of the model
 
@@ -211,9 +212,11 @@ class Context:
 
     def training_pass(self, batch: Any) -> Pass:
         """Return a pass of the loss over a batch, in evaluation mode, with its gradients; nothing else changes."""
-        calls: list[tuple[Any, ...]] = []  # module, args, kwargs, output
+        calls: list[tuple[Any, ...]] = []  # module, args, kwargs, output, autocast
         (batch,), _ = copied((batch,), {}, self.root)
-        caught = self.root.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True)
+        caught = self.root.register_forward_hook(
+            lambda *call: calls.append((*call, torch.is_autocast_enabled(device_of(self.root).type))), with_kwargs=True
+        )
         with caught, isolated(self.root), torch.enable_grad():
             loss = self.loss(self.model, batch)
             if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
@@ -221,7 +224,7 @@ class Context:
                 raise TypeError(f"loss(model, batch) returned a {type(loss).__name__}{shape}")
             if not calls:
                 raise NotChecked("loss(model, batch) does not call the model")
-            _, args, kwargs, output = calls[-1]
+            _, args, kwargs, output, self.autocast = calls[-1]
             return Pass(Inputs(self.model, args, kwargs), output, loss)
 
     @cached_property
@@ -244,7 +247,7 @@ class Context:
         """Return the logits, or another output (B, T, D), of a pass without gradients."""
         inputs = inputs.copied()
         shape = self.ids_of(inputs).shape
-        with isolated(self.root):
+        with isolated(self.root, autocast=self.autocast):
             output = self.root(*inputs.args, **inputs.kwargs)
         logits = find_logits(output, shape, 0, self.root)
         for x in [logits] if logits is not None else [x for _, x in named_tensors(output)]:
@@ -262,7 +265,7 @@ class Context:
     @cached_property
     def attention_calls(self) -> list[SeenCall]:
         """The attention calls of the batch."""
-        return read_calls(self.inputs, self.modalities)
+        return read_calls(self.inputs, self.modalities, autocast=self.autocast)
 
     @staticmethod
     def ids_of(inputs: Inputs) -> Tensor:

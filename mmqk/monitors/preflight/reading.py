@@ -238,7 +238,7 @@ def _rope(g: Tensor, u: Tensor, part: Tensor, gains: Mapping[str, Tensor], K: in
 
 
 def read_calls(
-    inputs: Inputs, modalities: Modalities | None = None, rms: Mapping[int, float] | None = None
+    inputs: Inputs, modalities: Modalities | None = None, rms: Mapping[int, float] | None = None, autocast: bool = False
 ) -> list[SeenCall]:
     """Return every attention call of one forward pass over the first sequences of a batch.
 
@@ -248,6 +248,7 @@ def read_calls(
         inputs: the arguments of the model, whose state is restored.
         modalities: needed only if the inputs have no token ids.
         rms: see `Projections`.
+        autocast: whether training calls the model under autocast.
     """
     root, modalities = inputs.root, modalities or Modalities({})
     with contextlib.suppress(UncuttableError):
@@ -260,7 +261,7 @@ def read_calls(
     projections = Projections(origins, rms or {})
     reader = CallReader(main, root, projections)
     capture = Capture(root, len(modality_BT), reader, origins)
-    with isolated(root), torch.enable_grad(), watching(capture), projections:
+    with isolated(root, autocast=autocast), torch.enable_grad(), watching(capture), projections:
         root(*inputs.args, **inputs.kwargs)
     return reader.seen
 

@@ -79,6 +79,15 @@ def test_autocast_that_a_model_enters_itself_is_off():
         assert attach(net, modality=IMAGE).probe(ids=ids).flat() == plain and torch.is_autocast_enabled("cpu")
 
 
+def test_another_watch_does_not_get_the_calls_of_a_probe():
+    net, (ids,), logged = Net(), batches(1), {}
+    watches = [attach(net, every_n_steps=1, log=lambda values, step: logged.update(values)) for _ in range(2)]
+    net(ids)
+    for watch in watches:
+        watch.step()
+        assert logged["probe_sequences"] == 4
+
+
 def test_a_failing_forward_is_told_and_everything_put_back(capsys):
     class Whole(Net):
         def forward(self, ids, size=6):
