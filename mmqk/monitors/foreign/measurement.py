@@ -167,6 +167,8 @@ class Measurement:
         if q_side is not None and k_side is not None and (q_side is k_side) == is_self:
             return q_side, k_side
         if is_self:
+            if self.main.inputs is None and isinstance(call, Call):
+                self._check_shape(call, self.main, self.main)
             raise OtherTokens(f"attention over the tokens of {q}; modality describes {self.main.source}")
         hint = "" if len(self.sides) > 1 else "; declare the other input with sides="
         raise OtherTokens(f"cross-attention from {q} to {k}{hint}")

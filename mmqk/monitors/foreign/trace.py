@@ -279,12 +279,11 @@ class ByHand:
         if traced is None:
             return None
         scores = self._scores.get(traced)
-        products = {id(self._scores[x].operands) for x in tensors_in(args) if x in self._scores}
         if name in _SAME and traced in self._weights:
             self._weights[out] = self._weights[traced]
         elif scores is not None:
-            # A second product is a part of the logits, and no mask or bias.
-            changed = _changed(name, scores, args, kwargs) if len(products) == 1 else None
+            is_sum = len({id(self._scores[x].operands) for x in tensors_in(args) if x in self._scores}) > 1
+            changed = None if is_sum else _changed(name, scores, args, kwargs)  # a second product is no mask or bias
             if changed is not None:
                 self._scores[out] = changed
             elif out is traced:
@@ -339,8 +338,7 @@ class ByHand:
         call = Call(q, k, v, scores.scale)
         if scores.softcap is not None:
             call.scale, call.softcap = scores.scale * scores.softcap, scores.softcap
-        added = [z_BHTS[:, head].float() - call.softmax_input(head) for head in range(q.shape[1])]
-        added_BHTS = torch.stack(added, 1)
+        added_BHTS = torch.stack([z_BHTS[:, head].float() - call.softmax_input(head) for head in range(q.shape[1])], 1)
         is_masked = z_BHTS <= MASKED
         added_BHTS.masked_fill_(is_masked & (added_BHTS > MASKED), -torch.inf)
         # Differences as large as rounding are no bias.

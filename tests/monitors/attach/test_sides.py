@@ -216,6 +216,19 @@ def test_streams_that_are_put_together_are_one_side():
         assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
 
 
+def test_a_function_that_gives_too_few_tokens_is_told_the_number():
+    class Patches(Net):
+        def forward(self, pixels):
+            for layer in self.layers:
+                pixels = layer(pixels)
+            return pixels
+
+    for tokens, words in ((9, "9 keys; modality describes 3 sequences of 8 tokens"), (8, "3 of 3 layers")):
+        watch = attach(Patches(), modality=lambda inputs: torch.zeros(3, 8, dtype=torch.long))
+        watch.probe(pixels=torch.randn(3, tokens, D))
+        assert words in summary(watch)
+
+
 @pytest.mark.parametrize("calls", [["sdpa", "sdpa"], ["sdpa", "by head"]])
 def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch):
     """Another rank may have no images and no such call, and would never join the sum."""
