@@ -7,6 +7,7 @@ Shapes: B batch, H heads, T tokens, S key tokens, K head_dim, n added padding.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,20 +33,22 @@ def _leak(context: Context, worst: float, outputs: str, cause: str, advice: str)
 
 
 def causality(context: Context) -> Finding:
-    """Later tokens must not change earlier outputs: tried at three places of the sequence."""
-    T = context.ids_BT.shape[1]
-    worst, place = -1.0, 0
-    position_T = torch.arange(T, device=context.ids_BT.device).expand(context.ids_BT.shape)
-    can_change_T = (context.other_ids_BT != context.ids_BT).any(0)
-    for share in (0.25, 0.5, 0.75):
-        # The first token from here on that can change: a look ahead by one token is found too.
-        later = [t for t in range(max(1, int(share * T)), T) if can_change_T[t]]
-        if later:
-            cut = later[0]
-            change = context.change(position_T >= cut, (position_T < cut) & context.valid_BT)
-            worst, place = max((worst, place), (change, cut))
-    if worst < 0:
+    """Later tokens must not change earlier outputs: tried at four places of the sequence.
+
+    Only tokens that are targets change, because those of a prefix without targets may see each other.
+    """
+    position_BT = torch.arange(context.ids_BT.shape[1], device=context.ids_BT.device).expand(context.ids_BT.shape)
+    is_target_BT = context.valid_BT.cumsum(1) > 1  # not the first token
+    with suppress(NotChecked):
+        is_target_BT[:, 1:] &= context.first.targets.has[:, :-1]
+    # A place is a token that can change, so that a look ahead by one token is found too.
+    places = (is_target_BT & (context.other_ids_BT != context.ids_BT)).any(0).nonzero().flatten().tolist()
+    if not places:
         raise NotChecked("the batch has no tokens that can be replaced by others of their modality")
+    worst, place = -1.0, 0
+    for cut in {places[len(places) * quarter // 4] for quarter in range(4)}:
+        change = context.change(is_target_BT & (position_BT >= cut), (position_BT < cut) & context.valid_BT)
+        worst, place = max((worst, place), (change, cut))
     advice = "unless it is an encoder, hide later tokens in the mask; look for shifts and convolutions that read ahead"
     return _leak(context, worst, f"outputs before token {place}", "if later tokens change", advice)
 
@@ -197,7 +200,7 @@ def _config(context: Context, module: nn.Module) -> Any:
 
 def scale(context: Context) -> Finding:
     """The scale of each call, against the config or the module."""
-    wrong, words = list[str](), dict[str, int]()
+    wrong, unknown, words = list[str](), list[str](), dict[str, int]()
     for seen, call, module in _read(context):
         K, config = call.q_BHTK.shape[-1], _config(context, module)
         usual = {"1/sqrt(head_dim)": K**-0.5, "1/head_dim": 1 / K, "1": 1.0, f"{call.scale:.3g}": call.scale}
@@ -207,13 +210,19 @@ def scale(context: Context) -> Finding:
         stated = [getattr(config, "attention_multiplier", None), scalar**-0.5 if scalar else None]
         stated += [getattr(module, key, None) for key in ("scaling", "scale", "softmax_scale")]
         declared = next((float(x) for x in stated if isinstance(x, int | float)), None)
-        if declared is not None and not math.isclose(declared, call.scale, rel_tol=1e-3):
-            wrong.append(f"{seen.path} gets {call.scale:.3g}, but its config or module has {declared:.3g}")
         once = len(seen.q.products) == len(seen.k.products) == 1
-        factor = seen.q.factor * seen.k.factor
-        if once and K > 1 and name == "1/sqrt(head_dim)" and math.isclose(factor, K**-0.5, rel_tol=0.01):
+        factor = seen.q.factor * seen.k.factor  # of the queries and keys before the call; 0 after a norm
+        is_known = once and factor > 0 and not seen.q.gains + seen.k.gains
+        if declared is not None and not math.isclose(declared, call.scale, rel_tol=1e-3):
+            if call.scale == 1 and not is_known:
+                unknown.append(seen.path)
+            elif not is_known or not math.isclose(declared, call.scale * factor, rel_tol=0.01):
+                wrong.append(f"{seen.path} gets {call.scale:.3g}, but its config or module has {declared:.3g}")
+        elif once and K > 1 and name == "1/sqrt(head_dim)" and math.isclose(factor, K**-0.5, rel_tol=0.01):
             wrong.append(f"{seen.path} gets queries and keys that are scaled already: divide only once")
     text = "scale is " + ", ".join(f"{name} in {n} calls" for name, n in words.items())
+    if unknown and not wrong:
+        raise NotChecked(f"{text}; {unknown[0]} may scale its queries before the call")
     return _wrong(wrong, float(_read(context)[0][1].scale), text)
 
 

@@ -84,9 +84,13 @@ def z_loss(context: Context) -> Finding:
 def weights(context: Context) -> Finding:
     """Targets of a modality have the same weight, and the weights add up to 1 (mean) or are 1 (sum).
 
-    Modalities may have different weights on purpose: these are printed and not judged.
+    Modalities may have different weights on purpose: these are printed and not judged. Label smoothing moves a share
+    of each weight to the mean cross-entropy of all ids: that is at least ln V, and its derivative by a logit is
+    negative for ids with a small probability.
     """
     targets, problem, words = context.first.targets, "", []
+    logits, by_logits = context.first.logits_BTV, context.first.by_logits_BTV
+    assert logits is not None and by_logits is not None
     groups = _by_modality(context, targets)
     for name, where in groups.items():
         weight = targets.weight[where]
@@ -100,6 +104,11 @@ def weights(context: Context) -> Finding:
         n = round(1 / float(weight.mean()))
         size = " = B * T, padding included" if n == context.ids_BT.numel() else ""
         problem = f"the loss divides by {n}{size}, but it has {len(weight)} targets: divide by the number of targets"
+    whole = 1 if total < 1 else len(weight)
+    rest = context.first.loss - float((targets.weight * targets.nll)[targets.has].sum())
+    is_part = total < whole * (1 - _EQUAL) and rest > (whole - total) * math.log(logits.shape[-1]) / 2
+    if problem and (is_part or int((by_logits < 0).sum(-1).max()) > 1):
+        raise NotChecked(f"the weights of the targets add up to {total:.3g}, as with label smoothing")
     return judged(bool(problem), total, f"weight of a target: {', '.join(words)}; number: their sum", problem)
 
 
@@ -174,7 +183,7 @@ def halves(context: Context) -> Finding:
             text = f"the loss is {words} (targets of the halves: {n_one} and {n_two})"
             return judged(is_wrong, averaging, text, advice)
     text = "the gradient of the batch is no weighted sum of those of its halves"
-    advice = "accumulation changes it: look for means of means and statistics over the batch"
+    advice = "accumulation changes it: look for means of means, statistics over the batch and losses of a router"
     return Finding("FAILED", error(*shares), text, advice)
 
 

@@ -142,13 +142,14 @@ def tied(context: Context) -> Finding:
 
 
 def decay(context: Context) -> Finding:
-    """Norms, embeddings, gains and biases that are decayed."""
+    """Norms, gains and biases that are decayed. To decay embeddings is a choice, so these are named only."""
     decayed = [(name, p) for name, p, group in _groups(context) if group.get("weight_decay", 0.0)]
     embeddings = {id(m.weight) for m in context.root.modules() if isinstance(m, nn.Embedding)}
-    is_wrong = {name: p.ndim < 2 or id(p) in embeddings or "norm" in name.rpartition(".")[0] for name, p in decayed}
-    wrong = [name for name in is_wrong if is_wrong[name]]
-    text = f"{len(decayed)} parameters are decayed, {len(wrong)} of them norms, embeddings, gains or biases"
-    return judged(bool(wrong), len(wrong), text + bracketed(wrong), "put these into a group with weight_decay=0")
+    wrong = [name for name, p in decayed if p.ndim < 2 or "norm" in name.rpartition(".")[0]]
+    chosen = [name for name, p in decayed if id(p) in embeddings and name not in wrong]
+    text = f"{len(decayed)} parameters are decayed, {len(wrong)} of them norms, gains or biases{bracketed(wrong)}"
+    text += f", {len(chosen)} embeddings{bracketed(chosen)}" if chosen else ""
+    return judged(bool(wrong), len(wrong), text, "put these into a group with weight_decay=0")
 
 
 def in_no_group(context: Context) -> Finding:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mmqk.monitors import preflight
 from mmqk.monitors.preflight.attention import documents
 from mmqk.monitors.preflight.context import Context
-from tests.monitors.preflight.families import FAMILIES, Case, D, T, sound
-from tests.monitors.preflight.violations import VIOLATIONS, with_new_optimizer
+from tests.monitors.preflight.families import FAMILIES, Case, D, K, T, logits_and_labels, sound
+from tests.monitors.preflight.violations import VIOLATIONS, config_of, look_ahead, with_new_optimizer
 
 pytest.importorskip("transformers")
 
@@ -62,3 +63,73 @@ def test_a_leak_to_the_document_after_the_next_is_found():
 
     case.embedding.register_forward_hook(leak)
     assert documents(Context(case.model, batch, case.loss, None, None)).result == "FAILED"
+
+
+def result(case: Case, check: str) -> str:
+    return next(finding.result for finding in checked(case).findings if finding.check == check)
+
+
+@pytest.mark.parametrize(
+    ("family", "factor", "expected"),
+    [("llama", K**-0.5, "ok"), ("llama", 1, "FAILED"), ("llama", 0.5, "FAILED"), ("gemma3", K**-0.5, "not checked")],
+)
+def test_queries_may_be_scaled_before_the_call(family, factor, expected):
+    """After a QK-Norm, as in Gemma 3, the factor of the queries is not known."""
+    case = sound(family)
+    for attention in case.attention:
+        config_of(attention).query_pre_attn_scalar, attention.scaling = K, 1.0
+        last = getattr(attention, "q_norm", attention.q_proj)
+        last.register_forward_hook(lambda module, args, y: y * factor)
+    assert result(case, "attention: scale") == expected
+
+
+@pytest.mark.parametrize("steps", [0, 30])
+@pytest.mark.parametrize(("smoothing", "weight", "expected"), [(0.1, 1, "not checked"), (0, 0.9, "FAILED")])
+def test_label_smoothing_is_no_wrong_number_of_targets(smoothing, weight, expected, steps):
+    def loss(model, batch):
+        logits, labels = logits_and_labels(model, batch)
+        return weight * F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+
+    case = sound("plain")
+    case.loss, case.optimizer = loss, torch.optim.AdamW(case.model.parameters(), 3e-3)
+    for _ in range(steps):
+        loss(case.model, case.batch).backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+    assert result(case, "loss: weights") == expected
+
+
+@pytest.mark.parametrize(
+    ("plant", "first", "expected"), [(None, 8, "ok"), (None, 6, "FAILED"), (look_ahead, 8, "FAILED")]
+)
+def test_a_prefix_without_targets_may_see_itself(plant, first, expected):
+    """The prefix has 8 tokens; the first target is token ``first``."""
+    case = sound("plain")
+    sees = torch.ones(T, T, dtype=torch.bool).tril()
+    sees[:8, :8] = True
+    case.batch["attention_mask"] = sees.expand(4, 1, T, T)
+    case.batch["labels"][:, :first] = -100
+    assert result(plant(case) if plant else case, "leaks: causality") == expected
+
+
+def test_decayed_embeddings_are_named_only():
+    case = sound("plain")
+    trained = list(case.model.parameters())
+    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1}]
+    groups.append({"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0})
+    case.optimizer = torch.optim.AdamW(groups)
+    assert result(case, "parameters: decay") == "ok" and "1 embeddings (embed.weight)" in str(checked(case))
+
+
+@pytest.mark.parametrize("leak", [0, 1])
+def test_half_precision_with_parts_in_fp32_runs_under_the_autocast_of_the_loss(leak):
+    case = sound("plain")
+    case.model.bfloat16().head.float()
+    case.embedding.register_forward_hook(lambda module, args, x: x + leak * x.roll(-1, 1))
+
+    def loss(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return case.loss(model, batch)
+
+    table = preflight(case.model, case.batch, loss, None, case.modality)
+    assert [finding.check for finding in table.failed][:1] == ["leaks: causality"] * leak
