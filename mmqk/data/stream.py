@@ -180,6 +180,11 @@ class Lane:
             self.cursor = Cursor(self.cursor.epoch, self.cursor.shard, last.number + 1, last.end)
             self._window = []
 
+    @property
+    def where(self) -> tuple[str, str]:
+        """Shard and key of the document that `document` returned."""
+        return self._shard, self._window[self._order[self.cursor.place]].key
+
     def _open_window(self) -> None:
         """Read the window at the cursor, from the next shards if this one has ended."""
         first = self.cursor.epoch

@@ -276,9 +276,8 @@ class TrainingModule(L.LightningModule):
             if isinstance(optimizer, SplitAdamW):
                 optimizer.clip(factor)
         if self.adagc is not None:
-            gradients = [
-                torch.zeros_like(p) if p.grad is None else p.grad for _, p in self._named_parameters if p.requires_grad
-            ]
+            trained = [p for _, p in self._named_parameters if p.requires_grad]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
             self.adagc.clip(gradients, torch._foreach_norm(gradients), self.trainer.global_step)
         stop = self._stops(grad_norm)
         # `found_inf`, the flag that a gradient scaler passes to a fused optimizer, needs no host synchronization.
