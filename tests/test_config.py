@@ -19,14 +19,10 @@ SLOW = pytest.mark.slow
     [
         (["--model.qknorm=rms"], "no field 'model.qknorm': did you mean 'model.qk_norm'"),
         (["lr=3"], "no field 'lr': did you mean 'optim.lr'?"),
-        (["trainer.strategy={class_path: os.path.join}"], "trainer.strategy is {'class_path': 'os.path.join'}"),
         (["trainer.max_steps"], "trainer.max_steps has no value: write trainer.max_steps=VALUE"),
-        (["model.qk_norm=rms"], "model.qk_norm is 'rms', but it is a group of fields"),
         (["model.qk_norm.kind=layers"], "model.qk_norm.kind is 'layers': it must be 'none', 'rms', 'layer' or 'l2'"),
         (["checkpoint.at=[4, x]"], "checkpoint.at[1] is 'x': it must be a valid integer"),
-        (["optim.lr={"], "optim.lr is '{', which is not the YAML of a value"),
         (["data.batch_size=6", "trainer.accumulate_grad_batches=4"], "not a multiple of"),
-        (["--fork=nowhere"], "--fork nowhere does not exist"),
         (["trainer.strategy=fsdp", "optim.qk_clip=1"], "optim.qk_clip needs whole matrices"),
         (["monitor.probe_sequences=50"], "monitor.probe_sequences 50 is more than the 8 held-out sequences"),
         (
@@ -35,8 +31,6 @@ SLOW = pytest.mark.slow
         ),
         (["--loss.weights={text: 0, image: 0}"], "loss.weights are 0 for text and image, which trains nothing"),
         (["--optim.decay_mode=independent", "--optim.weight_decay=2"], "optim.weight_decay is 2.0, but"),
-        (["--config=README.md"], "README.md is not the YAML of a run"),
-        (["data.tokenizers=nowhere"], "nowhere"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_made(tiny_args, tmp_path, capsys, extra, says):
@@ -51,8 +45,6 @@ def test_a_mistake_is_one_sentence_and_nothing_is_made(tiny_args, tmp_path, caps
     ("yaml", "says"),
     [
         ("model:\n  d_modell: 3\n", "no field 'model.d_modell': did you mean 'model.d_model'"),
-        ("data:\noptim: {lr: 0.5}\n", "data is empty, but it is a group of fields"),
-        ("optim: {lr: -1}\n", "optim.lr is -1.0: it must be a number from"),
         ("model: [\n", "is not the YAML of a run (.*expected the node content"),
         ("", "sets no field: give a YAML mapping of fields to values"),
     ],

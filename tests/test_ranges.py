@@ -137,14 +137,6 @@ def test_a_number_outside_its_range_is_one_sentence_where_its_dataclass_is_built
         assert name in sentence and len(sentence) < 250 and "\n" not in sentence, (value, sentence)
 
 
-def test_the_ends_of_a_range_are_inside():
-    for low, high in ((1, 5), (0.5, 2.5)):
-        assert low in Range(low, high) and high in Range(low, high)
-        assert low - 0.25 not in Range(low, high) and high + 0.25 not in Range(low, high)
-    assert 2.5 not in Range(1, 5) and 2 in Range(1.0, 5.0) and True not in Range(0, 5)
-    assert 0 in Range(0.5, 1.0, zero=True) and 0.25 not in Range(0.5, 1.0, zero=True)
-
-
 # Command line and files ------------------------------------------------------------------------------------
 
 

@@ -148,12 +148,6 @@ def test_an_option_that_would_do_nothing_is_refused(tmp_path, option):
         main([str(tmp_path / "run.csv"), "--model", "x.pt"])
 
 
-def test_the_command_line_names_mistakes(tmp_path):
-    for argv in ([], ["a", "b", "c"], [str(tmp_path / "absent.csv")], ["run.csv", "--map", "loss"]):
-        with pytest.raises(UserError):
-            main([*argv, "--out", str(tmp_path / "out")])
-
-
 def test_the_tables_know_every_kind():
     kinds = {sign.kind for sign in SIGNS}
     assert kinds == set(TABLES["remedies"])

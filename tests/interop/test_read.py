@@ -167,7 +167,6 @@ REFUSED = [
                                   FULL: {"rope_type": "default", "rope_theta": 1e6}},
               "sliding_window_pattern": 2}, r"config.rope_parameters.sliding_attention is \{"),
     (LLAMA, {"is_causal": False}, r"config.is_causal is False"),
-    (LLAMA, {"rms_norm_eps": 0.0}, r"has no counterpart in mmqk \(model.norm_eps is 0.0: it must be a number from"),
     (GEMMA2, {"final_logit_softcapping": -1.0}, r"model.final_softcap is -1.0: it must be a number from"),
 ]  # fmt: skip
 

@@ -184,16 +184,8 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (GRID.replace("title:", "titel:"), "there is no field 'titel': did you mean 'title'"),
-        (GRID.replace("seeds: [0, 1]", "seeds: [0, 0]"), r"seeds is \[0, 0\]: it must be a list of different whole"),
-        (GRID.replace("name: demo", "name: ../up"), "is not a folder name"),
         (GRID.replace("control: qk", "control: qx"), r"claim C2: there is no arm 'qx' \(arms: plain, qk, shown\)"),
-        (GRID.replace("positive_control: C2", "positive_control: C9"), "claim C13 refers to 'C9', which is not"),
-        (GRID.replace("set: {model.post_norm: true}", "set: {seed: 4}"), "'seed' cannot be set by an arm"),
         ("axes: {optim.lr: [0.1, 1e-1]}\narms: {a: }", "two values with the name lr0.1"),
-        ("axes: {s: {x: {p: 1}, y: {q: 1}}}\narms: {a: }", "every group must set the same fields"),
-        ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim.lr: 1}}}", "optim.lr is both set and an axis"),
-        ("axes: {optim.lr: [0.1]}\narms: {a: , a-lr0.1: {axes: {}}}", "two arms have the name a-lr0.1"),
         (
             "lr: {rule: own_best, grid: [0.1]}\narms: {a: }",
             "seed 0 selects the learning rate and is also in the verdicts",

@@ -106,12 +106,6 @@ def test_a_folder_of_another_ablation_or_a_file_is_refused(toy, tmp_path, capsys
     assert (tmp_path / "base.yaml").read_text() == "{}"
 
 
-@pytest.mark.parametrize(("cpus", "code"), [("0.5", 0), ("many", 2)])
-def test_an_option_of_a_cluster_is_a_number_or_refused(toy, capsys, cpus, code):
-    assert toy("--executor", "ray", "--job", f"num_cpus={cpus}", "--dry-run") == code
-    assert ("--job num_cpus=many: " in capsys.readouterr().err) == (code == 2)
-
-
 # Some arms, and added arms ------------------------------------------------------------------------------------------
 
 OUT = Path("runs/toy")
