@@ -227,7 +227,7 @@ FACTS: dict[str, tuple[str, Callable[[pd.Series], pd.Series], int, str]] = {
     "loss jumps": (LOSS, _jumps, 1,
         "one interval between two lines changed the model or its data"),
     "no progress": (LOSS, _no_progress, 1,
-        "the loss did not fall after its first tenth: the learning rate does not fit, or all is learned"),
+        "the loss is no lower at the end than early on: the learning rate does not fit, or all is learned"),
 }  # fmt: skip
 
 

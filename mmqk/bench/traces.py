@@ -25,6 +25,7 @@ WORSE_NATS = 0.25  # above the healthy run of the seed: the run has failed
 SMOOTH = 50  # steps of a median of losses
 LASTING = [name for name in NAMES if not name.startswith("spike")]  # a spike alone can be one hard batch
 BENCH_STEPS = 600  # length of the runs of the bench
+MOST_SKIPS = 0.1  # share of steps, after the first; a scale is doubled after 2,000 good ones
 HALVINGS = 16  # of the initial scale of torch's GradScaler, 65,536, down to 1: each skips a step
 WHOLE = "loss/all"  # the name under which the rules read a loss that is not split by modality
 Side = Literal["develop", "judge"]
@@ -124,7 +125,7 @@ def without_skips(metrics: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     norm = metrics.get("grad_norm", pd.Series(dtype=float)).dropna()
     soon = np.isfinite(norm)[::-1].rolling(HALVINGS + 1, min_periods=1).max()[::-1] > 0
     skipped = np.isinf(norm) & soon & ~metrics.filter(regex="^loss(/|$)").isin([np.inf]).any(axis=1)[norm.index]
-    if not skipped.any():
+    if not skipped.any() or skipped.iloc[HALVINGS:].mean() > MOST_SKIPS:
         return metrics
     steps = some((f"{step:,}" for step in skipped.index[skipped]), 5)
     notes.append(f"grad_norm is infinite at step {steps}, and soon finite again, as where fp16 skips steps: left out.")

@@ -208,11 +208,10 @@ def _events(found: Record) -> list[Section]:
          "back at": d["back"], **_rates(*found["departure_rates"][parse_tag(d["tag"]).statistic])}
         for d in found["departures"][:MOST_ROWS]
     ]  # fmt: skip
-    note = (
+    said = (
         "On the bench some series left its range in {} of {} runs with a fault and in {} of {} healthy ones; the series"
         " and the rule of three values were chosen with those runs in view, so expect worse."
-    )
-    said = note.format(*found["departure_rates"]["any"]) if rows else "No series left its range."
+    ).format(*found["departure_rates"]["any"]) if rows else "No series left its range."  # fmt: skip
     parts.append(("What left its range first (each series against its own past)", rows, [said]))
     rows = [
         {"step": a["step"], "alarm": a["name"], "series": a["series"], "value": a["value"],

@@ -144,10 +144,9 @@ def _warnings(log: Log, every: float, statistics: set[str], split: bool) -> list
     if every > 1:
         full, thin = (Rates("develop", statistics, n, split) for n in (1, every))
         found.append(
-            f"The log has a loss every {every:g} steps; the rules count values, and were chosen on losses of every"
-            f" step. Thinned like it, runs of the bench (side develop) get the right kind in {thin.right()} of"
-            f" {thin.faults} instead of {full.right()}, and {thin.accused()} of {thin.healthy} healthy ones get a kind"
-            f" instead of {full.accused()}."
+            f"The log has a loss every {every:g} steps. Thinned like it, runs of the bench (side develop) get the right"
+            f" kind in {thin.right()} of {thin.faults} instead of {full.right()}, and {thin.accused()} of"
+            f" {thin.healthy} healthy ones get a kind instead of {full.accused()}."
         )
     if not 0.5 * BENCH_STEPS <= last <= 2 * BENCH_STEPS:
         found.append(

@@ -71,7 +71,9 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
     raw.columns = {name: cells.replace(TENSOR, r"\1", regex=True) for name, cells in raw.columns.items()}
     columns = tags_of(raw.columns, mapping, str(path), raw.format == "run of mmqk")
     notes = list(raw.notes)
-    series = {tag: _numbers(raw.columns[column], column, notes) for column, tag in columns.items()}
+    rates = [pd.to_numeric(raw.columns[column], errors="coerce") for column, tag in columns.items() if tag == "lr"]
+    trained = rates[0].notna() if rates else pd.Series(dtype=bool)
+    series = {tag: _numbers(raw.columns[column], column, trained, notes) for column, tag in columns.items()}
     loss = min(tag for tag in series if tag == "loss" or tag.startswith("loss/"))
     steps = _steps(raw, step, str(path), series[loss].index, notes)
     later = _restarts(steps, series[loss].index, notes)
@@ -94,11 +96,12 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
     return Log(str(path), raw.format, metrics, columns, unused, notes, fields_of(raw.config))
 
 
-def _numbers(column: pd.Series, name: str, notes: list[str]) -> pd.Series:
+def _numbers(column: pd.Series, name: str, trained: pd.Series, notes: list[str]) -> pd.Series:
     """Return the logged values of a column; NaN and infinities are inf.
 
     "nan" in most rows, between numbers, is an empty cell of a wide table. A null is one as well, unless `GAP` nulls or
-    more end the column, at least `GAP` times as many as stand between two numbers.
+    more end the column, at least `GAP` times as many as stand between two numbers; or, after numbers, it stands in a
+    row of training steps (``trained``: rows that have a learning rate), and few of these lack a number.
     """
     numbers = pd.to_numeric(column, errors="coerce").astype("float64")
     text, other = numbers.isin([np.inf, -np.inf]), column[numbers.isna()].astype(object)
@@ -106,12 +109,16 @@ def _numbers(column: pd.Series, name: str, notes: list[str]) -> pd.Series:
     finite = (numbers.notna() & ~text).to_numpy()
     if text.sum() > finite.sum() and (finite[1:] & text.to_numpy()[:-1]).sum() > GAP:
         text[:] = False
-    nulls = column.index.isin(other.index[[value is None for value in other]]).cumsum()
+    is_null = column.index.isin(other.index[[value is None for value in other]])
+    nulls = is_null.cumsum()
     before = nulls[finite]  # of each number
-    if len(before) >= NULLS_AFTER and (last := nulls[-1] - before[-1]) >= GAP * max(1, np.diff(before).max()):
-        notes.append(f"{name} is null in the last {last} places, after {len(before)} numbers: read as NaN.")
-        text |= nulls > before[-1]
-    return numbers.mask(text, np.inf).dropna()
+    lost = is_null & trained.reindex(column.index, fill_value=False).to_numpy() & (finite.cumsum() >= NULLS_AFTER)
+    lost &= GAP * lost.sum() < finite.sum()
+    if len(before) >= NULLS_AFTER and nulls[-1] - before[-1] >= GAP * max(1, np.diff(before).max()):
+        lost |= nulls > before[-1]
+    if lost.any():
+        notes.append(f"{name} is null in {lost.sum()} places after {NULLS_AFTER} or more numbers: read as NaN.")
+    return numbers.mask(text | lost, np.inf).dropna()
 
 
 def _steps(raw: Raw, step: str | None, source: str, losses: pd.Index, notes: list[str]) -> pd.Series:
@@ -279,11 +286,8 @@ def _mmqk(path: Path, name: str | None) -> Raw:
     runs = {run.name: run for run in load_runs(path)}
     notes: list[str] = []
     run = runs[pick(runs, name, path, notes)]
-    cells = [
-        (tag, step, value)
-        for tag in run.tags
-        for step, value in zip(*(part.tolist() for part in run.history(tag)), strict=True)
-    ]
+    series = {tag: zip(*(part.tolist() for part in run.history(tag)), strict=True) for tag in run.tags}
+    cells = [(tag, step, value) for tag, values in series.items() for step, value in values]
     return _long("run of mmqk", cells, [*notes, *run.notes], run.config)
 
 

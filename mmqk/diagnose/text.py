@@ -121,7 +121,8 @@ def table_of(kind: str, table: Any, path: Path, name: str | None, notes: list[st
     if split := next((lower[c] for c in ("split", "mode", "phase", "stage") if c in lower), None):
         held = table[split].astype(str).str.fullmatch(TABLE["words"]["EVAL"], case=False)
         losses = {column: f"val {column}" for column in table if tag_of(column) == "loss" and not held.all()}
-        table = pd.concat([table[~held], table[held].rename(columns=losses)]).sort_index()
+        others = table[held].drop(columns=[c for c in losses if losses[c] in table])  # have a column of their own
+        table = pd.concat([table[~held], others.rename(columns=losses)]).sort_index()
     bounds = [c for c in table if c.endswith(("__MIN", "__MAX"))]
     averaged = [c for c in bounds if c[:-5] in table and (table[c].notna() & (table[c] != table[c[:-5]])).any()]
     if averaged:
@@ -203,8 +204,7 @@ WITHIN = re.compile(r"\b(?:Epoch(?:\(train\))? *\[(\d+)\]|Iter(?:\(train\))?) *\
 
 
 def _lines(text: str) -> Raw:
-    """Return the pairs of name and number of each line; a line without a step belongs to the step before it, unless
-    it is the second with a training loss."""
+    """Return the pairs of name and number of each line; a line without a step belongs to the step before it."""
     notes: list[str] = []
     # litgpt; DeepSpeed, whose lr comes after that of another tool
     text = ANSI.sub("", text).replace(", val: ", ", val loss: ").replace(" lr=[", " learning rate pg0=")
@@ -218,24 +218,25 @@ def _lines(text: str) -> Raw:
         text = "\n".join(line for line in text.split("\n") if not (m := RANK.match(line)) or m[1] == kept)
     rows, bar, longest = [dict[str, str]()], 0, 0
     lines = re.split(r"[\r\n]+", text)
-    evaluations = {line for line in lines if EVALUATION.match(line)}
-    if not any(TRAINING.search(line) for line in {*lines} - evaluations):  # the word is in the name of the run
-        evaluations = set()
+    evaluations = [line for line in lines if EVALUATION.match(line)]
+    training = [line for line in lines if TRAINING.search(line) and not EVALUATION.match(line)]
+    held = {*evaluations} if len(training) >= len(evaluations) else set()  # else it is the name of the run or a file
     for line in lines:
         if (position := " [" in line and BAR.search(line)) and int(position[2]) >= longest:
             bar, longest = int(position[1]), int(position[2])
         pairs = {key: value.replace(",", "") for key, value in PAIR.findall(LEVEL.sub("", line, 1))}
         if not pairs:
             continue
-        if line in evaluations and "val_loss" not in map(tag_of, pairs):
-            pairs = {f"val {key}" if tag_of(key) == "loss" else key: value for key, value in pairs.items()}
+        if line in held and "val_loss" not in map(tag_of, pairs):
+            losses = {key: f"val {key}" for key in pairs if tag_of(key) == "loss" and "train" not in key.lower()}
+            pairs = {losses.get(key, key): value for key, value in pairs.items()}
         step = step_of(tuple(pairs))
         if step is not None and step.lower() not in ("epoch", "train time/batch") and not counts_units(step):
             rows.append({"step": pairs.pop(step)})
         elif position or "step" not in rows[-1] or (bar and pairs.keys() & rows[-1].keys()):
             rows.append({"step": str(bar)} if longest else {})
         elif pairs.keys() & rows[-1].keys():
-            rows.append({} if "loss" in map(tag_of, pairs) else {"step": rows[-1]["step"]})
+            rows.append({"step": rows[-1]["step"]})
         rows[-1].update(pairs)
     table: Any = pd.DataFrame([row for row in rows if row.keys() - {"step"}], dtype=object)
     tool = next((tool for tool, pattern in TABLE["tools"].items() if re.search(pattern, text, re.MULTILINE)), "")

@@ -318,7 +318,7 @@ def test_null_is_nan_after_numbers_and_an_empty_cell_between_them(tmp_path):
             "| valid | epoch 001 | loss 3.0 | num_updates {}",
         ),
         ("completed step: {}, weights: 9, loss: 2.0", "eval metrics after step: {}, loss=3.0, weights=9"),
-        ("[test] step {} loss 2.0", "[test] step {} val_loss 3.0"),  # the word is in the name of the run
+        ("[test] step {} loss 2.0", "z_loss: 1 [test] step {} val_loss 3.0"),  # the word is in the name of the run
         (
             "iteration {}/ 99 | lm loss: 2.0",
             "validation loss at iteration {} | lm loss value: 3.0E+00 | lm loss PPL: 9 |",
@@ -336,11 +336,11 @@ def test_a_loss_of_an_evaluation_is_no_training_loss(tmp_path, train, held_out):
     assert metrics["val_loss"].dropna().to_dict() == {20: 3.0, 40: 3.0}
 
 
-def test_lines_of_a_loss_without_a_step_are_numbered(tmp_path):
-    lines = ["step 7: train loss 3.0, val loss 3.0", *(f"{i} > loss 2.{i}" for i in range(10, 30))]
-    (tmp_path / "out.log").write_text("\n".join(lines))
-    log = read_log(tmp_path / "out.log")
-    assert log.metrics["loss"].count() == 20 and any("rows are numbered" in note for note in log.notes)
+@pytest.mark.parametrize("bad", [range(200, 260), [398, 399]])
+def test_null_in_a_row_with_a_learning_rate_is_nan(tmp_path, bad):
+    rows = [{"step": s, "loss": None if s in bad else 3.0, "lr": 1e-3} for s in range(400)]
+    loss = read_log(jsonl(tmp_path / "log.jsonl", rows)).metrics["loss"]
+    assert loss.index[np.isinf(loss)].tolist() == [*bad]
 
 
 def test_a_trainer_state_that_is_cut_off_keeps_its_steps(tmp_path):
@@ -401,15 +401,7 @@ def test_names():
         "attn_logit_absmax/text-image/layer03/head01": "attn_logit_absmax/text-image/layer03/head01",
     }  # fmt: skip
     assert {name: tag_of(name) for name in known} == known
-    other = (
-        "load_balancing_loss",
-        "loss scale",
-        "train/Z loss",
-        "global_max_loss",
-        "eval/books/CE loss",
-        "perplexity",
-        "step",
-    )
+    other = ("load_balancing_loss", "loss scale", "train/Z loss", "global_max_loss", "eval/books/CE loss", "perplexity")
     assert [name for name in other if tag_of(name)] == []
     assert step_of(("loss", "_step", "train/global_step", "consumed samples")) == "train/global_step"
     assert step_of(("loss", "total steps", "Eval batch")) is None
