@@ -81,12 +81,16 @@ def chosen(record, statistic, modality):
 
 
 def value(metric, rows, completed):
-    """Return the metric of one run, on its scale (linear for losses, log for all others)."""
+    """Return the metric of one run, on its scale (linear for losses and slopes, log for all others)."""
     name, _, modality = metric.partition("/")
     if name == "final_loss":
         key = ("val_loss/" if completed else "loss/") + modality
         return float(np.mean([r.get(key, np.nan) for r in rows[-1 if completed else -50 :]]))
     probes, probed = [], [r for r in rows if any(k.startswith("q_norm/") for k in r)]
+    if name == "final_norm_slope":  # of the logarithm, per 1,000 steps, over the last four fifths of a completed run
+        last = [r for r in probed if r["step"] >= 0.2 * rows[-1]["step"]]
+        norms = [np.log(np.mean([v for _, v in chosen(r, "final_norm", modality)])) for r in last]
+        return float(np.polyfit([r["step"] / 1000 for r in last], norms, 1)[0])
     for r in ([r for r in probed if r["step"]] or probed)[-3:]:
         if name in REDUCED:
             statistic, reduce = REDUCED[name]
@@ -256,7 +260,7 @@ def main():
     parser.add_argument("--ratios", nargs="+", default=[], metavar="TREATMENT:CONTROL")
     args = parser.parse_args()
     grid = yaml.safe_load(args.grid.read_text())
-    claims = {c["id"]: c for c in grid["claims"] if "not_run" not in c}
+    claims = {c["id"]: c for c in grid["claims"] if "not_run" not in c and c.get("test") != "count"}
     blocks = {k: v.get("block", "") for k, v in grid["arms"].items()}
     if args.ratios:
         metrics = {name + modality for name in REDUCED for modality in ("/text", "/image", "")}
