@@ -8,8 +8,8 @@ The rules are in docs/metrics.md and docs/evidence.md.
 The second form prints, instead of verdicts, the ratio of two arms for each metric of `REDUCED`, by modality, with
 Welch's 95 % interval and the p-value for equal means, and the growth of W_q and W_k in both arms by each loss.
 
-The script leaves out four parts of a verdict: the check `declared`, the QK-Norm bound, the search for lost alarms,
-and the false discovery rate of exploratory claims (it uses their 95 % interval instead).
+The script leaves out claims with `test: count` and four parts of a verdict: the check `declared`, the QK-Norm bound,
+the search for lost alarms, and the false discovery rate of exploratory claims (it uses their 95 % interval instead).
 """
 
 import argparse

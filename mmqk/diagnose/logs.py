@@ -99,9 +99,9 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
 def _numbers(column: pd.Series, name: str, trained: pd.Series, notes: list[str]) -> pd.Series:
     """Return the logged values of a column; NaN and infinities are inf.
 
-    "nan" in most rows, between numbers, is an empty cell of a wide table. A null is one as well, unless `GAP` nulls or
-    more end the column, at least `GAP` times as many as stand between two numbers; or, after numbers, it stands in a
-    row of training steps (``trained``: rows that have a learning rate), and few of these lack a number.
+    "nan" in most rows, between numbers, is an empty cell of a wide table. A null is an empty cell, too. Two kinds of
+    null count as NaN: those at the end of a column, if there are at least `GAP`, and `GAP` times as many as between any
+    two numbers; and those in rows with a learning rate (``trained``), after `NULLS_AFTER` numbers and if they are few.
     """
     numbers = pd.to_numeric(column, errors="coerce").astype("float64")
     text, other = numbers.isin([np.inf, -np.inf]), column[numbers.isna()].astype(object)

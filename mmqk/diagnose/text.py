@@ -195,7 +195,7 @@ RANK = re.compile(r"^\s*\[(?:rank|default|[\w.-]+:)?(\d+)\]:", re.MULTILINE)
 LEVEL = re.compile(r"^.{,120}?\b(?:DEBUG|INFO|WARNING|ERROR)\b[\s:|\]-]*(?:\[[^\]=]*\]\s*)?")
 BAR = re.compile(r"\b(\d+)/(\d+) \[\d*\d:")
 ARGUMENT = re.compile(r"^ *(\w+) \.{3,} *(\S.*)$", re.MULTILINE)
-# A line with a word of an evaluation before its first loss, and a loss without such a word.
+# A line in which a word such as val or test comes before the first loss; a loss without such a word just before it.
 EVALUATION = re.compile(rf"((?!loss).){{,300}}\b{TABLE['words']['EVAL']}\b((?!loss).){{,300}}\bloss\b", re.IGNORECASE)
 TRAINING = re.compile(r"(?<!val.)(?<!valid.)(?<!ation.)(?<!test.)loss['\"]?[:= ]+(\d|nan|inf)", re.IGNORECASE)
 MEGATRON = re.compile(r"validation (?:loss|results) at iteration (\d+)[^|\n]*\| lm[ _]loss value")
@@ -206,7 +206,7 @@ WITHIN = re.compile(r"\b(?:Epoch(?:\(train\))? *\[(\d+)\]|Iter(?:\(train\))?) *\
 def _lines(text: str) -> Raw:
     """Return the pairs of name and number of each line; a line without a step belongs to the step before it."""
     notes: list[str] = []
-    # litgpt; DeepSpeed, whose lr comes after that of another tool
+    # litgpt prints "val: 3.1"; DeepSpeed prints the learning rates of its parameter groups as a list
     text = ANSI.sub("", text).replace(", val: ", ", val loss: ").replace(" lr=[", " learning rate pg0=")
     text = MEGATRON.sub(r"iteration \1 | val loss", text)
     text = re.sub(r"^(?:s:)?(\d+)(?= \| loss | t[er]l:)", r"step \1", text, flags=re.MULTILINE)  # llama2.c, llm.c
@@ -218,16 +218,16 @@ def _lines(text: str) -> Raw:
         text = "\n".join(line for line in text.split("\n") if not (m := RANK.match(line)) or m[1] == kept)
     rows, bar, longest = [dict[str, str]()], 0, 0
     lines = re.split(r"[\r\n]+", text)
-    evaluations = [line for line in lines if EVALUATION.match(line)]
-    training = [line for line in lines if TRAINING.search(line) and not EVALUATION.match(line)]
-    held = {*evaluations} if len(training) >= len(evaluations) else set()  # else it is the name of the run or a file
-    for line in lines:
+    marked = [EVALUATION.match(line) is not None for line in lines]
+    training = sum(TRAINING.search(line) is not None for line, mark in zip(lines, marked, strict=True) if not mark)
+    is_name = training < sum(marked)  # the word is part of the name of the run or of a file
+    for line, mark in zip(lines, marked, strict=True):
         if (position := " [" in line and BAR.search(line)) and int(position[2]) >= longest:
             bar, longest = int(position[1]), int(position[2])
         pairs = {key: value.replace(",", "") for key, value in PAIR.findall(LEVEL.sub("", line, 1))}
         if not pairs:
             continue
-        if line in held and "val_loss" not in map(tag_of, pairs):
+        if mark and not is_name and "val_loss" not in map(tag_of, pairs):
             losses = {key: f"val {key}" for key in pairs if tag_of(key) == "loss" and "train" not in key.lower()}
             pairs = {losses.get(key, key): value for key, value in pairs.items()}
         step = step_of(tuple(pairs))

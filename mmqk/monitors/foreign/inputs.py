@@ -34,7 +34,7 @@ _NO_BATCH = {"builtins", "torch", "transformers", "numpy"}
 class LastCall:
     """A forward pre-hook that stores the arguments of the model's last call with gradients enabled.
 
-    Calls during evaluation are therefore not stored, nor are those of mmqk.
+    Calls during evaluation are therefore not stored, and neither are those that mmqk makes itself.
 
     A forward may edit its inputs in place, or append to a cache. So the hook stores a copy of the arguments while
     ``copying`` is true, which `Watch` sets for steps with a probe.

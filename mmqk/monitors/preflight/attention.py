@@ -214,7 +214,7 @@ def scale(context: Context) -> Finding:
         factor = seen.q.factor * seen.k.factor  # of the queries and keys before the call; 0 after a norm
         is_known = once and factor > 0 and not seen.q.gains + seen.k.gains
         if declared is not None and not math.isclose(declared, call.scale, rel_tol=1e-3):
-            # Norms give queries and keys an RMS near 1, unless their gains were trained.
+            # After norms with untrained gains, queries and keys have an RMS near 1; a scale before the call lowers it.
             size = float((call.q_BHTK.float().square().mean() * call.k_BGSK.float().square().mean()).sqrt())
             normed = seen.q.is_norm and seen.k.is_norm and call.scale == 1
             if normed and math.isclose(size, declared, rel_tol=0.2):
