@@ -5,6 +5,7 @@ small shards ── tokenizers ── token folder in data.cache ─┐   data.r
 token folder of `mmqk data tokenize` ─────────────────────┤
 shards ── tokenizers ── stream ───────────────────────────┼── order, sequences ── loader ── TokenBatch
 dial ─────────────────────────────────────────────────────┘   (stream: data.read=shards)
+held-out documents ── sequences ── validation, and probes with monitor.probe_split=heldout
 ```
 
 ```

@@ -59,7 +59,7 @@ class QKNormConfig:
         l2 = self.kind == "l2"
         refuse({
             f"model.qk_norm.bias belongs to kind 'layer', but model.qk_norm.kind is '{self.kind}'.":
-                self.bias and self.kind in ("rms", "l2"),
+                self.bias and self.kind != "layer",
             "model.qk_norm.scope 'full' does not work with model.qk_norm.kind 'l2': set it to head.":
                 l2 and self.scope == "full",
             "model.qk_norm.gain 'zero_centered' does not work with model.qk_norm.kind 'l2', whose scale starts at"

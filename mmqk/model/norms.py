@@ -200,7 +200,7 @@ class ResidualGate(nn.Module):
 
 def stream_norm(config: ModelConfig, gain_init: float = 1.0, width: int | None = None) -> Norm:
     """Return a norm over the model width, or over ``width``, of the kind `config.norm`."""
-    kind = RMSNorm if config.norm == "rms" else LayerNorm
+    kind = {"rms": RMSNorm, "layer": LayerNorm}[config.norm]
     return kind(
         (width or config.d_model,), config.norm_eps, gain=config.norm_gain, gain_init=gain_init, bias=config.norm_bias
     )
@@ -215,7 +215,7 @@ def qk_norm(config: QKNormConfig, heads: int, head_dim: int, role: str) -> nn.Mo
             return L2Norm(head_dim, config.eps)
         shape = {"none": None, "shared": (1,), "per_head": (heads, 1)}[config.gain]
         return L2Norm(head_dim, config.eps, scale=config.scale_init, scale_shape=shape, maximum=config.scale_max)
-    kind = RMSNorm if config.kind == "rms" else LayerNorm
+    kind = {"rms": RMSNorm, "layer": LayerNorm}[config.kind]
     return kind(
         (head_dim,) if config.scope == "head" else (heads, head_dim),
         config.eps,

@@ -55,8 +55,8 @@ def attach(
     """Measure attention logits, entropy and norms by layer and modality while ``model`` trains.
 
     Call ``watch.step()`` after each optimizer step. Every ``every_n_steps`` steps a probe runs the model once more on
-    the first sequences of the last batch: eagerly, in evaluation mode, outside autocast, without gradients. Probes
-    leave the weights of the run unchanged, bit for bit.
+    the first sequences of the last batch: eagerly, in evaluation mode, without gradients, and outside autocast if all
+    weights have fp32 or the training has no autocast. Probes leave the weights of the run unchanged, bit for bit.
 
     Args:
         model: the object that the training loop calls, with its torch.compile, FSDP or DDP wrapper if it has one.

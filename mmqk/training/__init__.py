@@ -10,10 +10,11 @@ The initial weights, and one optimizer step in the order of the calls:
 | clipping, and the record of the step    | `module.TrainingModule.configure_gradient_clipping`                    |
 | update, learning rate                   | `optimizers.make_optimizer`, `optimizers.lr_multiplier`                |
 | remedies that change weights            | `module.TrainingModule._after_update`                                  |
-| log, divergence, validation, alarms     | the callbacks `StepLog`, `Validation`, `Alarms` of `callbacks`         |
+| log, divergence                         | the callback `callbacks.StepLog`                                       |
+| probe of the new weights                | the callback `mmqk.monitors.own.callback.RunMonitor`                   |
+| validation, alarms                      | the callbacks `Validation`, `Alarms` of `callbacks`                    |
 | checkpoint, status, end after a signal  | the callbacks `Checkpoints`, `Lifecycle` of `saving`                   |
-| probes                                  | the callback `mmqk.monitors.own.callback.RunMonitor`                   |
-| where the numbers go                    | `loggers.RunLogger`: metrics.jsonl, TensorBoard, W&B, MLflow           |
+| where the numbers go                    | `loggers`: metrics.jsonl (`RunLogger`), TensorBoard (`StoryLogger`)    |
 
 `ranks` starts the processes of a run, `device` chooses kernels and settings, and `fork` makes the first checkpoint of a
 fork.

@@ -178,12 +178,13 @@ def assess(compared: Compared) -> Verdict:
     effect = paired_effect(treatment, control, spread, share_history(compared.treatment, compared.control))
     checks, rate_notes = checks_of(compared)
     verdict = replace(verdict, effect=effect, spread=spread, checks=checks, notes=(*notes, *rate_notes))
-    verdict = replace(verdict, open=_registered(compared) or _measured(table, effect), bounds=int(bounds.sum()))
+    why = _not_as_registered(compared) or _not_measured(table, effect)
+    verdict = replace(verdict, open=why, bounds=int(bounds.sum()))
     if verdict.open or effect is None:
         return verdict
     holds, nearest, p = _side(claim, effect)
     flipped = sign_flip(np.array(effect.differences) - nearest) if effect.n >= FEWEST_FLIPPED else math.nan
-    return replace(verdict, bounded=_bounded(claim, table, effect, holds), holds=holds, p=p, sign_flip=flipped)
+    return replace(verdict, bounded=_bound_hides(claim, table, effect, holds), holds=holds, p=p, sign_flip=flipped)
 
 
 def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
@@ -195,7 +196,7 @@ def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
     return claim.sign * effect.value > claim.min_effect, nearest, effect.p_at(nearest)
 
 
-def _registered(compared: Compared) -> str:
+def _not_as_registered(compared: Compared) -> str:
     """Return how the numbers of runs or seeds differ from the registered numbers; empty if they do not."""
     claim, groups = compared.claim, compared.groups.values()
     for of in groups:
@@ -207,7 +208,7 @@ def _registered(compared: Compared) -> str:
     return ""
 
 
-def _measured(table: pd.DataFrame, effect: Effect | None) -> str:
+def _not_measured(table: pd.DataFrame, effect: Effect | None) -> str:
     """Return why the values give no interval; empty if they do."""
     if why := _without(list(filter(None, table["missing"]))):
         return why
@@ -226,7 +227,7 @@ def _without(unmeasured: Sequence[str], most: int = MOST_NAMED) -> str:
     return say("without a value", runs=listed([*unmeasured[:most], *more])) if unmeasured else ""
 
 
-def _bounded(claim: Claim, table: pd.DataFrame, effect: Effect, holds: bool) -> str:
+def _bound_hides(claim: Claim, table: pd.DataFrame, effect: Effect, holds: bool) -> str:
     """Return why the unknown values of failed runs could change the verdict; empty if they could not."""
     # `towards` has the directions in which the true effect may differ from the bound. `away` is the direction from
     # the bound to the threshold.
@@ -258,7 +259,7 @@ def _counted(compared: Compared) -> Verdict:
     # Fisher's exact test must also reject equal shares. If min_effect is small, its p-value is the larger one.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
-    why = _registered(compared) or _without(unmeasured)
+    why = _not_as_registered(compared) or _without(unmeasured)
     return Verdict(compared, effect, None, medians, checks, rate_notes, why, holds=holds, p=p, counts=counts)
 
 
@@ -283,7 +284,7 @@ def _predicted(compared: Compared) -> Verdict:
     if math.isnan(effect.value):
         return replace(verdict, open=why)
     holds, _, p = _side(claim, effect)
-    return replace(verdict, effect=effect, open=_registered(compared) or why, holds=holds, p=p)
+    return replace(verdict, effect=effect, open=_not_as_registered(compared) or why, holds=holds, p=p)
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:

@@ -1,6 +1,6 @@
 """The verdict of each claim.
 
-reproduced      both intervals lie beyond min_effect, and all checks passed
+reproduced      both intervals lie beyond min_effect, and all checks but the positive control passed
 contradicted    both intervals lie below min_effect, and all checks and the positive control passed
 not run         an arm has no finished run, or the claim sets not_run, the reason why no run of the grid tests it
 inconclusive    every other case, and every claim with the status shown, which `Verdict.badge` calls "shown"

@@ -2,7 +2,8 @@
 
 `attach.Watch.step` begins a probe, which passes through these files:
 
-1. `inputs`: the model's last call (`LastCall`), its token ids and padding, cut to the first sequences.
+1. `inputs`: the model's last call (`LastCall`), its token ids and padding, cut to the first sequences;
+   `mmqk.monitors.modalities` gives each token its modality.
 2. `probe`: `Prober` runs the model once more on them; `isolate` restores what this changes, and
    `measurement.failed_here` tells all ranks if it failed on one.
 3. `capture`: `Capture` gets every torch function of the pass and recognizes attention; `calls` reads its arguments as a

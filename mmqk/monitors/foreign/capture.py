@@ -72,12 +72,12 @@ class Capture(TorchFunctionMode):
         if self._in_attention:
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return self._torch_attention(args, kwargs)
+            return self._run_multihead(args, kwargs)
         if (reader := calls.reader_of(func)) is not None:
             is_flash = reader[0] in (calls.of_flash, calls.of_flash_varlen)
             is_refused = is_flash and args[0].dtype not in (torch.float16, torch.bfloat16)
             dense = partial(_flash_output, args[0].shape) if is_refused else None
-            return self._attention(func, partial(self._read, *reader), args, kwargs, dense=dense)
+            return self._run_attention(func, partial(self._read, *reader), args, kwargs, dense=dense)
         name = getattr(func, "__name__", "")
         if name in SOFTMAX and args and isinstance(args[0], Tensor):
             self._softmax(args[0])
@@ -93,7 +93,7 @@ class Capture(TorchFunctionMode):
         if by_hand is not None:
             scores, call = by_hand
             origins = self.origins.of(scores.operands[0]), self.origins.of(scores.operands[1])
-            self.origins.set(out, self._measure(scores.path, scores.module, call, origins))
+            self.origins.set(out, self._pass_on(scores.path, scores.module, call, origins))
         elif name in PRODUCT:
             self._product((args, kwargs), out)
         return out
@@ -121,7 +121,7 @@ class Capture(TorchFunctionMode):
 
     # Attention calls
 
-    def _attention(
+    def _run_attention(
         self,
         func: Callable[..., Any],
         read: Callable[..., Call],
@@ -155,12 +155,12 @@ class Capture(TorchFunctionMode):
             if module is not None and isinstance(call, Call) and isinstance(out, tuple) and len(out) > 1:
                 call.weights_BHTS = out[1]
             path = path if module is None else self.paths.get(module, path)
-            self.origins.set(out, self._measure(path, module or running, call, origins))
+            self.origins.set(out, self._pass_on(path, module or running, call, origins))
         finally:
             self._in_attention = False
         return out
 
-    def _measure(self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins) -> Origin | None:
+    def _pass_on(self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins) -> Origin | None:
         """Measure a call of this module and return the origin of its output."""
         self.attention_types.add(type(module))
         number = self.measurement.attention(path, call, origins)
@@ -188,7 +188,7 @@ class Capture(TorchFunctionMode):
             q = k = next((origin for origin in outer if origin is not None and origin.inputs), None)
         return q, k
 
-    def _torch_attention(self, args: Any, kwargs: Any) -> Any:
+    def _run_multihead(self, args: Any, kwargs: Any) -> Any:
         """Run and measure the function of `nn.MultiheadAttention`.
 
         The function calls scaled_dot_product_attention only if the weights are not requested. If the weights are
@@ -202,7 +202,7 @@ class Capture(TorchFunctionMode):
         origins, outputs = self._call_origins(args, kwargs), list[Tensor]()
 
         def measured(*a: Any, **k: Any) -> Any:
-            outputs.append(self._attention(sdpa, read, a, k, origins=origins))
+            outputs.append(self._run_attention(sdpa, read, a, k, origins=origins))
             return outputs[-1]
 
         with ExitStack() as stack:
@@ -220,7 +220,7 @@ class Capture(TorchFunctionMode):
 
         def measured(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run, read_call = partial(forward, module), partial(read, module)
-            return self._attention(run, read_call, args, kwargs, module=module, dense=dense)
+            return self._run_attention(run, read_call, args, kwargs, module=module, dense=dense)
 
         return measured
 

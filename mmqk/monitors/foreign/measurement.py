@@ -186,10 +186,10 @@ class Measurement:
             The number of the call.
         """
         with torch.autocast(self.device.type, enabled=False):
-            self._attention(path, call, origins)
+            self._add_call(path, call, origins)
         return len(self.records)
 
-    def _attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> None:
+    def _add_call(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> None:
         record, side, q_side = CallRecord(path, self._place(path)), self.main, None
         pairs: Pairs | None = None
         leaks: dict[str, Tensor] = {}
@@ -220,7 +220,7 @@ class Measurement:
             vars(pairs)["counts_everywhere"] = counts
             none_BTS = torch.zeros_like(pairs.visible_BTS)
             leaks = {kind: leaks.get(kind, none_BTS) for kind, has in zip(LEAKS, has_leaks, strict=True) if has}
-            self._measure(record, call, side, pairs, has_score_mod, leaks)
+            self._add_statistics(record, call, side, pairs, has_score_mod, leaks)
             if side is self.main:
                 self.main_calls.append(len(self.records))
 
@@ -288,7 +288,7 @@ class Measurement:
             leaks["documents"] = reachable_BTS & ~same_document(side.document_BT) & valid_BT[:, None]
         return {kind: keys_BTS for kind, keys_BTS in leaks.items() if kind == "hidden" or keys_BTS.any()}
 
-    def _measure(
+    def _add_statistics(
         self, record: CallRecord, call: Call, side: Side, pairs: Pairs, has_score_mod: bool, leaks: dict[str, Tensor]
     ) -> None:
         layer, q, k = record.place, call.q_BHTK, call.expanded(call.k_BGSK)

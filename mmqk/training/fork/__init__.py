@@ -305,8 +305,10 @@ def _resplit(moments: dict[str, Any], old: Sequence[str] | None, new: Sequence[s
 def guards_state(
     saved: Mapping[str, Any], old: EarlyFusionTransformer, new: EarlyFusionTransformer, carried: Carried
 ) -> dict[str, Any]:
-    """Return the history of the parent's spike guards for the fork. New and rescaled parameters have no AdaGC
-    history."""
+    """Return the history of the parent's guards (`mmqk.training.guards`) for the fork.
+
+    New and rescaled parameters have no AdaGC history.
+    """
     if "adagc" not in saved:
         return dict(saved)
     gamma_of = dict(zip(dict(old.named_parameters()), saved["adagc"]["gamma_P"].tolist(), strict=True))

@@ -114,11 +114,6 @@ def test_the_test_that_decides_a_count_is_named(tmp_path):
     assert "does not reject equal shares" in found.why and "includes" not in found.why
 
 
-def test_a_run_that_diverged_and_was_not_stopped_counts(tmp_path):
-    arms = {"a": Planted(10, {"text": 9.0, "image": 9.0}), "b": Planted(10)}  # the losses rise; the status is completed
-    assert one(tmp_path, arms, [COUNT]).counts == {"a": (6, 6), "b": (0, 6)}
-
-
 def test_as_many_runs_diverge(tmp_path):
     claim = COUNT | {"min_effect": 0.5, "positive_control": "P"}
     found = one(tmp_path, {"a": failing(0), "b": failing(0)}, [claim], seeds=range(12))
