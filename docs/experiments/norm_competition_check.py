@@ -8,8 +8,9 @@ The rules are in docs/metrics.md and docs/evidence.md.
 The second form prints, instead of verdicts, the ratio of two arms for each metric of `REDUCED`, by modality, with
 Welch's 95 % interval and the p-value for equal means, and the growth of W_q and W_k in both arms by each loss.
 
-The script leaves out claims with `test: count` and four parts of a verdict: the check `declared`, the QK-Norm bound,
-the search for lost alarms, and the false discovery rate of exploratory claims (it uses their 95 % interval instead).
+The script leaves out claims with `test: count` and five parts of a verdict: the rule of divergence (it reads the
+recorded alarms), the check `declared`, the QK-Norm bound, the search for lost alarms, and the false discovery rate of
+exploratory claims (it uses their 95 % interval instead).
 """
 
 import argparse
@@ -56,20 +57,6 @@ def metrics_of(read, folder):
     return [json.loads(line) for line in read(folder + "/metrics.jsonl").splitlines()]
 
 
-def diverged(rows, warmup, trained):
-    """Return whether a run diverged, by the rule of docs/alarms.md, from the excess loss if it is logged, else from
-    the loss."""
-    for m in trained:
-        key = f"excess/{m}" if f"excess/{m}" in rows[-1] else f"loss/{m}"
-        step, x = np.array([(r["step"], r[key]) for r in rows if key in r], float).T
-        high = np.convolve((x > x[0] + 0.1) & (step > warmup), np.ones(50), "valid")
-        medians = np.median(np.lib.stride_tricks.sliding_window_view(x, 50), axis=1)
-        rise = max(medians - np.minimum.accumulate(medians))
-        if not np.isfinite(x).all() or max(high) > 49.5 or rise > 0.5:
-            return True
-    return False
-
-
 def chosen(record, statistic, modality):
     """Return (key, value) of a statistic in all layers, of one modality or of all. A statistic of a pair of
     modalities belongs to that of its queries."""
@@ -85,7 +72,8 @@ def value(metric, rows, completed):
     name, _, modality = metric.partition("/")
     if name == "final_loss":
         key = ("val_loss/" if completed else "loss/") + modality
-        return float(np.mean([r.get(key, np.nan) for r in rows[-1 if completed else -50 :]]))
+        losses = [r[key] for r in rows if key in r and r["step"] > rows[-1]["step"] - (1 if completed else 50)]
+        return float(np.mean(losses)) if losses else np.nan
     probes, probed = [], [r for r in rows if any(k.startswith("q_norm/") for k in r)]
     if name == "final_norm_slope":  # of the logarithm, per 1,000 steps, over the last four fifths of a completed run
         last = [r for r in probed if r["step"] >= 0.2 * rows[-1]["step"]]
@@ -134,8 +122,9 @@ def load(read, metrics, blocks):
         unigram = {m: rows[0][f"val_unigram/{m}"] for m in trained}
         run["trained"] = trained
         run["learned"] = all(rows[-1].get(f"val_loss/{m}", np.inf) < u - 0.1 for m, u in unigram.items())
-        run["failed"] = not done or diverged(rows, config["optim"]["warmup_steps"], trained)
-        run["lost"] = bool(status.get("lost")) or len(rows) != status["step"] + 1
+        alarms = [json.loads(line)["name"] for line in read(folder + "/alarms.jsonl").splitlines()]
+        run["failed"] = not done or "divergence" in alarms
+        run["lost"] = bool(status.get("lost")) or rows[-1]["step"] != status["step"]
         run["block"] = blocks[plan["family"]] + str(plan["point"])  # the block and the point of the axes
         arms.setdefault(arm, {})[plan["seed"]] = run
     return arms, planned

@@ -28,17 +28,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmqk.store.errors import OneSentenceParser, UserError, reason_of
-from mmqk.store.files import find_file, write_atomic
+from mmqk.store.files import find_file, json_line, write_atomic
 from mmqk.store.folder import ABLATION_NAME, find_runs, read_ablation
 from mmqk.store.formatting import without_roots
-from mmqk.store.metrics import METRICS_NAME, parse_line
+from mmqk.store.metrics import METRICS_NAME, parse_line, with_floats
 
 TAR = "runs.tar"
 THINNED = "thinned.json"
 COLUMNS_NAME = "metrics.columns.json"
 FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml", "data.json", "fork.json",
          "skipped.json", THINNED)  # fmt: skip
-# A report reads these statistics and those that start with val_.
+# A report and its claims read these statistics and those that start with val_.
 REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
     "attn_logit_offset_var", "attn_logit_spread_var", "attn_mass", "attn_entropy", "attn_rank",
@@ -50,6 +50,7 @@ REPORTED = {
 # Significant digits of a value, and decimals of a training loss, in a small pack. Small packs are for hundreds of
 # runs.
 FEW_DIGITS, LOSS_DECIMALS = 5, 3
+LOSSES = ("loss", "excess")
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 DESCRIPTION = """\
@@ -88,7 +89,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write_pack(
-    folder: Path, out: Path, small: bool = False, only: Iterable[str] = REPORTED, digits: int = FEW_DIGITS
+    folder: Path,
+    out: Path,
+    small: bool = False,
+    only: Iterable[str] = REPORTED,
+    digits: int = FEW_DIGITS,
+    steps: int = 1,
 ) -> None:
     """Write a pack of all runs under ``folder``.
 
@@ -96,6 +102,7 @@ def write_pack(
         small: pack only some statistics, with few digits; losses of training steps with 3 decimals.
         only: the statistics of a small pack, besides those of the validation.
         digits: significant digits of a small pack.
+        steps: in a small pack, a training loss is the mean over this number of steps, at the last of them.
 
     Raises:
         UserError: the folder does not exist or has no runs.
@@ -112,7 +119,8 @@ def write_pack(
             content[stored] = _without_paths(content[stored], "details", "command")
         path = str(PurePosixPath(name, METRICS_NAME))
         if small and path in content and not (run / THINNED).exists():
-            content[path], record = _small(content[path], set(only), digits)
+            content[path] = _small(content[path], set(only), digits, steps)
+            record = {"digits": digits, "loss_decimals": LOSS_DECIMALS, "loss_steps": steps, "only": sorted(only)}
             content[str(PurePosixPath(name, THINNED))] = json.dumps(record).encode()
         if path in content and (columns := to_columns(content[path])) is not None:
             content[str(PurePosixPath(name, COLUMNS_NAME))] = columns
@@ -144,24 +152,37 @@ def _without_paths(content: bytes, *keys: str) -> bytes:
     return json.dumps(record, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def _small(metrics: bytes, statistics: set[str], digits: int) -> tuple[bytes, dict[str, Any]]:
-    """Return a metrics file with only the series of these statistics, rounded, and a record of these changes."""
+def _small(metrics: bytes, statistics: set[str], digits: int, steps: int) -> bytes:
+    """Return a metrics file with only the series of these statistics, rounded, and with means of training losses over
+    ``steps`` steps; the first loss stays, because it is the initial one. Lines that cannot be read are kept."""
+    blocks: dict[str, dict[int, dict[int, float]]] = {}  # losses by name, block of steps (the first: -1) and step
+    for line in metrics.splitlines():
+        record = parse_line(line) or {}
+        for name in record:
+            if name.partition("/")[0] in LOSSES:
+                step, of_name = record["step"], blocks.setdefault(name, {-1: {record["step"]: 0.0}})
+                block = of_name[-1] if step in of_name[-1] else of_name.setdefault((step - 1) // steps, {})
+                block[step] = with_floats(record)[name]  # if a step was written twice, the later value counts
+    means = {
+        (name, max(block)): round(sum(block.values()) / len(block), LOSS_DECIMALS)
+        for name, of_name in blocks.items()
+        for block in of_name.values()
+    }
     lines = []
     for line in metrics.splitlines(keepends=True):
-        if record := parse_line(line):
-            values = {
-                name: _rounded(name, value, digits) if isinstance(value, float) else value
-                for name, value in record.items()
-                if name == "step" or name.partition("/")[0] in statistics or name.startswith("val_")
-            }
-            line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
-        lines.append(line)
-    return b"".join(lines), {"digits": digits, "loss_decimals": LOSS_DECIMALS, "only": sorted(statistics)}
-
-
-def _rounded(name: str, value: float, digits: int) -> float:
-    of_step = name.partition("/")[0] in ("loss", "excess")
-    return round(value, LOSS_DECIMALS) if of_step else float(f"{value:.{digits}g}")
+        record = parse_line(line) or {}
+        values: dict[str, Any] = {}
+        for name, value in with_floats(record).items():
+            statistic = name.partition("/")[0]
+            if name != "step" and statistic not in statistics and not name.startswith("val_"):
+                continue
+            if statistic not in LOSSES:
+                values[name] = float(f"{value:.{digits}g}") if isinstance(value, float) else value
+            elif (name, record["step"]) in means:
+                values[name] = means[name, record["step"]]
+        if len(values) > 1 or not record:
+            lines.append(json_line(values) if record else line)
+    return b"".join(lines)
 
 
 def unpacked(path: Path) -> Path:

@@ -8,6 +8,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import mmqk
@@ -86,9 +87,22 @@ def test_a_small_pack_has_what_a_report_reads_with_fewer_digits(folder, tmp_path
         assert json.loads((two.path / "thinned.json").read_text())["digits"] == 5
     write_pack(unpacked(tmp_path / "small.zip"), tmp_path / "again.zip", small=True)
     assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "small.zip").read_bytes()
-    write_pack(folder, tmp_path / "few.zip", small=True, only=["loss"])
-    few = next(iter(mmqk.load_runs(tmp_path / "few.zip")))
-    assert {name for name in few.tags if not name.startswith("val_")} == {"loss", "loss/image", "loss/text"}
+
+
+def test_a_thin_pack_has_the_mean_loss_of_each_ten_steps(tmp_path):
+    lines = [{"step": s, "loss/text": 9 - s / 10, "loss/image": "nan", "q_norm": 1.0, "lr": 1.0} for s in range(1, 15)]
+    del lines[9]["loss/text"]  # a batch without text
+    lines[11:11] = [{"step": 11, "loss/text": 2.0}]  # after a resume: the later value counts
+    run = tmp_path / "runs/seed0"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_pack(tmp_path / "runs", tmp_path / "thin.zip", small=True, only=["loss", "q_norm"], steps=10)
+    (thin,) = mmqk.load_runs(tmp_path / "thin.zip")
+    steps, losses = thin.series("loss/text")
+    assert steps.tolist() == [1, 9, 14]
+    assert losses == pytest.approx([8.9, 8.45, (2 + 7.8 + 7.7 + 7.6) / 4], abs=5e-4)
+    assert np.isnan(thin.series("loss/image")[1]).all()
+    assert thin.series("q_norm")[0].tolist() == list(range(1, 15)) and "lr" not in thin.tags
 
 
 @pytest.mark.usefixtures("without_figures")

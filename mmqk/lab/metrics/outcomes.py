@@ -1,8 +1,7 @@
 """Losses of a run in nats per token, and how it ended.
 
-The rule of divergence is that of `mmqk.store.alarms`, which training also applies. A lasting rise of a
-loss is a failure too. A fork includes the losses of its parent up to the step of the fork, if the parent was loaded
-with it.
+A run diverged if it has the alarm `divergence`. A lasting rise of a loss is a failure too. A fork includes the losses
+of its parent up to the step of the fork, if the parent was loaded with it.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmqk.lab.runs import Run, Series
-from mmqk.store import DivergenceRule
 
 LOSS_WINDOW = 50
 LEARNED_NATS = 0.1
@@ -30,7 +29,8 @@ class FinalLoss(NamedTuple):
 
     Attributes:
         value: infinite if the last loss was not finite, NaN if none was measured.
-        held_out: whether it is the held-out loss at the last step; if not, the mean of the last 50 training losses.
+        held_out: whether it is the held-out loss at the last step; if not, the mean training loss of the last 50
+            steps.
     """
 
     value: float
@@ -39,17 +39,24 @@ class FinalLoss(NamedTuple):
 
 def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
     """Return the final loss of a modality: the held-out loss if the run completed and measured this loss at its last
-    step, otherwise the mean of the last 50 training losses.
+    step, otherwise the mean training loss of the last 50 steps.
 
     With ``series`` "excess", return the excess loss.
     """
     steps, values = run.series(f"val_{series}/{modality}")
     if len(steps) and 0 < steps[-1] == run.status.step and run.status.status == "completed":
         return FinalLoss(math.inf if math.isnan(values[-1]) else float(values[-1]), True)
-    training = run.series(f"{series}/{modality}")[1][-LOSS_WINDOW:]
-    if not len(training):
+    at, losses = run.series(f"{series}/{modality}")
+    if not len(losses):
         return FinalLoss(math.nan, False)
+    training = losses[-_values_of(at) :]
     return FinalLoss(float(np.where(np.isnan(training), math.inf, training).mean()), False)
+
+
+def _values_of(steps: NDArray[np.int64]) -> int:
+    """Return how many values of a series are of `LOSS_WINDOW` steps; at least 1. A thin pack has one value for several
+    steps."""
+    return max(1, LOSS_WINDOW // int(np.median(np.diff(steps)))) if len(steps) > 1 else 1
 
 
 def log_z_series(run: Run, modality: str | None = None) -> Series:
@@ -103,9 +110,9 @@ def unigram_entropy(run: Run, modality: str) -> float:
 def best_loss(run: Run, modality: str) -> float:
     """Return the lowest of the held-out losses after step 0 and of the means over 50 successive training steps."""
     steps, held_out = run.series(f"val_loss/{modality}")
-    training = run.series(f"loss/{modality}")[1]
+    at, training = run.series(f"loss/{modality}")
     training = training[np.isfinite(training)]
-    window = min(LOSS_WINDOW, len(training))
+    window = min(_values_of(at), len(training))
     means = np.convolve(training, np.ones(window) / window, mode="valid") if window else training
     losses = np.concatenate([held_out[(steps > 0) & np.isfinite(held_out)], means])
     return float(losses.min()) if len(losses) else math.nan
@@ -156,23 +163,13 @@ def weight_of(run: Run, modality: str) -> float:
 def divergence_step(run: Run) -> int | None:
     """Return the optimizer step at which the run diverged, None if it did not.
 
-    This is the first step at which `DivergenceRule` fires on the training excess loss of the trained modalities (on
-    the loss if there is no floor), or the step at which the run ended as diverged, whichever comes first. For a fork
-    only the second step counts, because the rule needs the losses of its parent.
+    This is the step of its first alarm `divergence` or the step at which it ended as diverged, whichever comes first.
+    For a fork only the second step counts, because the rule of the alarm needs the losses of its parent.
     """
-    if run.fork:
-        return run.status.step if run.status.status == "diverged" else None
-    by_step: dict[int, dict[str, float]] = {}
-    for modality in trained_modalities(run):
-        name = "excess" if has_floor(run, modality) else "loss"
-        at, values = run.series(f"{name}/{modality}")
-        for step, value in zip(at.tolist(), values.tolist(), strict=True):
-            by_step.setdefault(step, {})[modality] = value
-    rule = DivergenceRule(run.warmup_steps)
-    first = next((step for step in sorted(by_step) if rule.reason(step, by_step[step]) is not None), math.inf)
+    steps = [] if run.fork else [alarm.step for alarm in run.alarms if alarm.name == "divergence"]
     if run.status.status == "diverged":
-        first = min(first, run.status.step)
-    return None if math.isinf(first) else int(first)
+        steps.append(run.status.step)
+    return min(steps, default=None)
 
 
 def diverged(run: Run, modality: str | None = None) -> float:

@@ -7,6 +7,7 @@ import pytest
 from mmqk.lab.metrics import find_metric
 from mmqk.lab.metrics.outcomes import divergence_step, outcomes
 from mmqk.lab.metrics.probes import norm_slope
+from mmqk.store import Alarm, append_alarms
 from tests.lab.small_runs import config, small_run
 
 DATA = {"source": "one"}
@@ -112,41 +113,22 @@ def value(name, run):
     return find_metric(name)[0].measure(run, None)
 
 
-def rising(steps=200, at=80, by=0.2, start=5.0):
-    """Return losses that are ``by`` above the first value from step ``at`` on."""
-    return [start if step < at else start + by for step in range(1, steps + 1)]
-
-
-@pytest.mark.parametrize(
-    ("losses", "step"),
-    [
-        # The loss is 0.1 nat above its first value for 50 steps; the 50th is step 129.
-        (rising(at=80), 129),
-        (rising(at=80, by=0.09), None),
-        ([5.0] * 60 + [math.nan] * 3, 61),
-        ([5.0] * 60 + [math.inf], 61),
-    ],
-)
-def test_step_of_divergence_by_hand(tmp_path, losses, step):
-    run = small_run(tmp_path / "x", {"loss/text": losses}, config=config(len(losses)))
+@pytest.mark.parametrize(("named", "step"), [(["spike", "divergence"], 129), (["spike"], None)])
+def test_a_run_diverges_at_its_first_alarm_of_divergence(tmp_path, named, step):
+    run = small_run(tmp_path / "x", {"loss/text": [5.0] * 200}, config=config(200))
+    alarms = [Alarm(name, at, "loss/text", 6.0, 5.1, "") for name, at in zip(named, (40, 129), strict=False)]
+    append_alarms(run.path, alarms)
     assert divergence_step(run) == step
-    assert value("time_of_failure", run) == (1.0 if step is None else step / len(losses))
+    assert value("time_of_failure", run) == (1.0 if step is None else step / 200)
     assert value("diverged", run) == (step is not None)
 
 
-def test_only_what_is_trained_diverges(tmp_path):
-    series = {"loss/text": [4.0] * 200, "loss/image": rising(at=80, by=3)}
-    off = config(200, loss={"weights": {"image": 0.0}})
-    assert divergence_step(small_run(tmp_path / "off", series, config=off)) is None
-    assert divergence_step(small_run(tmp_path / "on", series, config=config(200))) is not None
-
-
-def test_the_excess_decides_where_there_is_one(tmp_path):
-    # The data becomes harder by 0.2 nat at step 80, and the excess loss does not change.
-    series = {"loss/text": rising(at=80), "excess/text": [1.0] * 200}
-    assert divergence_step(small_run(tmp_path / "x", series, config=config(200))) is None
-    del series["excess/text"]
-    assert divergence_step(small_run(tmp_path / "y", series, config=config(200))) == 129
+def test_a_fork_diverges_only_where_it_ended(tmp_path):
+    for status, step in (("completed", None), ("diverged", 150)):
+        run = small_run(tmp_path / status, {"loss/text": [5.0] * 150}, status=status, config=config(200))
+        append_alarms(run.path, [Alarm("divergence", 40, "loss/text", 6.0, 5.1, "")])
+        run.fork = {"parent": "p", "step": 20}
+        assert divergence_step(run) == step
 
 
 def test_what_ended_the_run_counts_too(tmp_path):
