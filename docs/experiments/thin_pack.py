@@ -37,10 +37,13 @@ def read_by_report(runs: Path) -> set[str]:
 
 
 if __name__ == "__main__":
-    runs, out = unpacked(Path(sys.argv[1])), Path(sys.argv[2])
+    out = Path(sys.argv[2])
+    with tempfile.TemporaryDirectory() as folder:
+        write_pack(unpacked(Path(sys.argv[1])), whole := Path(folder) / out.name)
+        runs = unpacked(whole)  # a copy: a run that is thinned already is thinned again
+    for record in runs.rglob(THINNED):
+        record.unlink()
     kept = read_by_report(runs)
     kept |= (LATE if out.stem == "late" else set()) | (GROWTH if "w_q_growth" in kept else set())
-    for record in runs.rglob(THINNED):
-        record.unlink()  # a pack is thinned again
     write_pack(runs, out, small=True, only=kept, steps=1 if out.stem in EVERY_STEP else 10)
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, {', '.join(sorted(kept))}")
