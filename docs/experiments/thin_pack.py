@@ -22,7 +22,7 @@ from mmqk.store.pack import THINNED, unpacked, write_pack
 
 LATE = {*failure_order.PROBED, *failure_order.STEPPED}
 GROWTH = {"w_q_growth_total", "w_k_growth_total"}  # norm_competition_check.py
-EVERY_STEP = ("late", "logit_scale", "tournament")
+EVERY_STEP = ("late", "late_rescue", "logit_scale", "tournament")
 
 
 def read_by_report(runs: Path) -> set[str]:
