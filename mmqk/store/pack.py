@@ -102,7 +102,7 @@ def write_pack(
         small: pack only some statistics, with few digits; losses of training steps with 3 decimals.
         only: the statistics of a small pack, besides those of the validation.
         digits: significant digits of a small pack.
-        steps: in a small pack, a training loss is the mean over this number of steps, at the last of them.
+        steps: in a small pack, a training loss, except the first, is the mean over this number of steps.
 
     Raises:
         UserError: the folder does not exist or has no runs.
@@ -155,24 +155,23 @@ def _without_paths(content: bytes, *keys: str) -> bytes:
 def _small(metrics: bytes, statistics: set[str], digits: int, steps: int) -> bytes:
     """Return a metrics file with only the series of these statistics, rounded, and with means of training losses over
     ``steps`` steps; the first loss stays, because it is the initial one. Lines that cannot be read are kept."""
+    records = [with_floats(parse_line(line) or {}) for line in metrics.splitlines()]
     blocks: dict[str, dict[int, dict[int, float]]] = {}  # losses by name, block of steps (the first: -1) and step
-    for line in metrics.splitlines():
-        record = parse_line(line) or {}
-        for name in record:
+    for record in records:
+        for name, value in record.items():
             if name.partition("/")[0] in LOSSES:
-                step, of_name = record["step"], blocks.setdefault(name, {-1: {record["step"]: 0.0}})
+                step, of_name = record["step"], blocks.setdefault(name, {-1: {record["step"]: value}})
                 block = of_name[-1] if step in of_name[-1] else of_name.setdefault((step - 1) // steps, {})
-                block[step] = with_floats(record)[name]  # if a step was written twice, the later value counts
+                block[step] = value  # if a step was written twice, the later value counts
     means = {
         (name, max(block)): round(sum(block.values()) / len(block), LOSS_DECIMALS)
         for name, of_name in blocks.items()
         for block in of_name.values()
     }
     lines = []
-    for line in metrics.splitlines(keepends=True):
-        record = parse_line(line) or {}
+    for record, line in zip(records, metrics.splitlines(keepends=True), strict=True):
         values: dict[str, Any] = {}
-        for name, value in with_floats(record).items():
+        for name, value in record.items():
             statistic = name.partition("/")[0]
             if name != "step" and statistic not in statistics and not name.startswith("val_"):
                 continue
