@@ -2,8 +2,8 @@
 
 The rule: a pack has the statistics that its report reads and those that other scripts of this folder read, with 5
 digits. A training loss is the mean over ten steps with 3 decimals, but the first one is kept; in the packs of
-`EVERY_STEP` all are. The packs demo.zip and coordinates.zip have all statistics. `python -m tests.golden.verdicts`
-compares the verdicts with the kept ones.
+`EVERY_STEP` all are. coordinates.zip has all statistics. `python -m tests.golden.verdicts` compares the verdicts
+with the kept ones.
 
 Until commit 21709ad6 the packs had the losses of each step and more statistics:
 
@@ -22,7 +22,7 @@ from mmqk.store.pack import THINNED, unpacked, write_pack
 
 LATE = {*failure_order.PROBED, *failure_order.STEPPED}
 GROWTH = {"w_q_growth_total", "w_k_growth_total"}  # norm_competition_check.py
-EVERY_STEP = ("late", "late_rescue", "logit_scale", "tournament")
+EVERY_STEP = ("demo", "late", "late_rescue", "logit_scale", "tournament")
 
 
 def read_by_report(runs: Path) -> set[str]:
