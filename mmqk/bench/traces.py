@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from mmqk.bench.rules import noise
 from mmqk.lab.formatting import markdown_table
 from mmqk.lab.runs import Run
 from mmqk.store import AlarmRules, UserError, find_file, identity_hash
@@ -25,6 +26,8 @@ WORSE_NATS = 0.25  # above the healthy run of the seed: the run has failed
 SMOOTH = 50  # steps of a median of losses
 LASTING = [name for name in NAMES if not name.startswith("spike")]  # a spike alone can be one hard batch
 BENCH_STEPS = 600  # length of the runs of the bench
+# Medians of 50 values of noise around a constant lie within 1.5 standard deviations, in 50,000 values.
+MEDIANS, FIRST = 1.5, 5.0
 MOST_SKIPS = 0.1  # share of steps, after the first; a scale is doubled after 2,000 good ones
 HALVINGS = 16  # of the initial scale of torch's GradScaler, 65,536, down to 1: each skips a step
 WHOLE = "loss/all"  # the name under which the rules read a loss that is not split by modality
@@ -111,12 +114,21 @@ def alarms_in(metrics: pd.DataFrame, rules: AlarmRules) -> list[Alarm]:
 
 
 def is_lasting(alarm: Alarm, metrics: pd.DataFrame) -> bool:
-    """Return whether an alarm of a table is no spike, and no rise that ended: in more than twice as many losses as
-    runs of the bench have, half of a rise must be left at the end."""
-    if alarm.name != "rise" or len(losses := metrics[alarm.tag].dropna()) <= 2 * BENCH_STEPS:
+    """Return whether an alarm of a table is no spike, no rise that ended, and no divergence that noise explains.
+
+    In more than twice as many losses as runs of the bench have, half of a rise must be left at the end. After a
+    divergence the median of 50 losses must be `MEDIANS` standard deviations above the lowest median before it, or
+    `FIRST` of them above the first loss.
+    """
+    if alarm.name not in ("rise", "divergence") or not np.isfinite(alarm.value):
         return alarm.name in LASTING
+    losses = metrics[alarm.tag].dropna()
     medians = losses.rolling(RISE_MEDIAN).median()
-    return bool(2 * medians.iloc[-1] > medians.loc[: alarm.step].iloc[-RISE_BACK:].min() + alarm.value)
+    before = medians.loc[: alarm.step]
+    if alarm.name == "rise":
+        return len(losses) <= 2 * BENCH_STEPS or bool(2 * medians.iloc[-1] > before[-RISE_BACK:].min() + alarm.value)
+    deviation, highest = noise(losses).loc[: alarm.step].median(), medians.loc[alarm.step :].max()
+    return bool(highest > min(before.min() + MEDIANS * deviation, losses.iloc[0] + FIRST * deviation))
 
 
 def without_skips(metrics: pd.DataFrame, notes: list[str]) -> pd.DataFrame:

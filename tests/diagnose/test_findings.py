@@ -236,13 +236,15 @@ def test_no_progress_is_a_loss_that_falls_by_less_than_its_noise():
     assert facts(late) == []
 
 
-@pytest.mark.parametrize("scatter", [0.25, 0.35])
+@pytest.mark.parametrize("scatter", [0.25, 0.35, 0.8])
 def test_a_noisy_fine_tuning_is_healthy(scatter):
-    noise = scatter * np.random.default_rng(1).normal(size=1500)
-    found = diagnose(log(pd.DataFrame({"loss": 1.1 + 0.8 * np.exp(-np.arange(1500) / 150) + noise})))
-    assert not found["found"]
-    raised = pd.DataFrame({"loss": 1.1 + noise + 6 * (np.arange(1500) >= 900)})  # control
-    assert "loss jumps" in {fact["name"] for fact in diagnose(log(raised))["facts"]}
+    steps, noise = np.arange(1500), scatter * np.random.default_rng(1).normal(size=1500)
+    record = diagnose(log(pd.DataFrame({"loss": 1.1 + 0.8 * np.exp(-steps / 150) + noise})))
+    assert not record["found"] and ("divergence" in {a["name"] for a in record["alarms"]}) == (scatter == 0.8)
+    jumped, climbed = (diagnose(log(pd.DataFrame({"loss": 1.1 + noise + rise}))) for rise in (  # controls
+        6 * (steps >= 900), 2.5 * (steps / 300 - 3).clip(0, 1)))  # fmt: skip
+    assert "loss jumps" in {fact["name"] for fact in jumped["facts"]}
+    assert "divergence" in {alarm["name"] for alarm in climbed["alarms"] if alarm["lasting"]}
 
 
 @pytest.mark.parametrize(
