@@ -126,7 +126,8 @@ def is_lasting(alarm: Alarm, metrics: pd.DataFrame) -> bool:
     medians = losses.rolling(RISE_MEDIAN).median()
     before = medians.loc[: alarm.step]
     if alarm.name == "rise":
-        return len(losses) <= 2 * BENCH_STEPS or bool(2 * medians.iloc[-1] > before[-RISE_BACK:].min() + alarm.value)
+        lowest = before.iloc[-RISE_BACK:].min()
+        return len(losses) <= 2 * BENCH_STEPS or bool(2 * medians.iloc[-1] > lowest + alarm.value)
     deviation, highest = noise(losses).loc[: alarm.step].median(), medians.loc[alarm.step :].max()
     return bool(highest > min(before.min() + MEDIANS * deviation, losses.iloc[0] + FIRST * deviation))
 
