@@ -26,7 +26,8 @@ WORSE_NATS = 0.25  # above the healthy run of the seed: the run has failed
 SMOOTH = 50  # steps of a median of losses
 LASTING = [name for name in NAMES if not name.startswith("spike")]  # a spike alone can be one hard batch
 BENCH_STEPS = 600  # length of the runs of the bench
-# Medians of 50 values of noise around a constant lie within 1.5 standard deviations, in 50,000 values.
+# In standard deviations of one loss. The medians of 50 values of noise around a constant span at most 1.5 of them, in
+# 50,000 values; the first loss is a single value.
 MEDIANS, FIRST = 1.5, 5.0
 MOST_SKIPS = 0.1  # share of steps, after the first; a scale is doubled after 2,000 good ones
 HALVINGS = 16  # of the initial scale of torch's GradScaler, 65,536, down to 1: each skips a step
@@ -117,8 +118,8 @@ def is_lasting(alarm: Alarm, metrics: pd.DataFrame) -> bool:
     """Return whether an alarm of a table is no spike, no rise that ended, and no divergence that noise explains.
 
     In more than twice as many losses as runs of the bench have, half of a rise must be left at the end. After a
-    divergence the median of 50 losses must be `MEDIANS` standard deviations above the lowest median before it, or
-    `FIRST` of them above the first loss.
+    divergence the median of 50 losses must be more than `MEDIANS` standard deviations of one loss above the lowest
+    median before it, or more than `FIRST` above the first loss.
     """
     if alarm.name not in ("rise", "divergence") or not np.isfinite(alarm.value):
         return alarm.name in LASTING
